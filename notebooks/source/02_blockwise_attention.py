@@ -15,7 +15,7 @@
 # - say how much memory it needs,
 # - say why the blocks may come in any order.
 #
-# The road, 2 of 8. 12 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
+# The road, 2 of 8. 12 minutes to read, 10 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [3 · the worked example](03_worked_example.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -26,7 +26,7 @@ from ipywidgets import interact
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from figures import measured
-from notebooks.source.checks.softmax_and_blocks import check_blockwise, check_largest_tensor, check_visible_tiles
+from notebooks.source.checks.softmax_and_blocks import check_blockwise, check_visible_tiles
 from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import TILE, attend, attend_tile, blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
@@ -206,13 +206,6 @@ def my_visible_tiles(n):  # of n x n tiles, how many are not hidden completely b
 
 print(check_visible_tiles(my_visible_tiles))
 
-# %%
-# S = 1,000,000 tokens, B = 1, H = 8, D = 64, float32, blocks of 256. Think of q, k, v, the output and the tiles:
-# how many bytes has the largest single tensor?
-my_largest = ...
-
-print(check_largest_tensor(my_largest))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -228,8 +221,6 @@ print(check_largest_tensor(my_largest))
 #
 # def my_visible_tiles(n):
 #     return n * (n + 1) // 2
-#
-# my_largest = 1 * 8 * 1_000_000 * 64 * 4
 # ```
 # </details>
 #

@@ -26,7 +26,7 @@ import torch
 import ring_attn
 from figures import message_order, timelines
 from notebooks.source import workers
-from notebooks.source.checks.softmax_and_blocks import check_block_in_hand, check_bytes_sent, check_ring_order
+from notebooks.source.checks.softmax_and_blocks import check_block_in_hand, check_ring_order
 from notebooks.source.show import print_source
 from notebooks.your_ring.checks import step
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
@@ -249,13 +249,6 @@ def my_order(rank, world_size):
 
 print(check_ring_order(my_order))
 
-# %%
-# For later: no chapter needs it.
-# P = 8 ranks, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16 (2 bytes): how many bytes does each rank send in all?
-my_bytes = ...
-
-print(check_bytes_sent(my_bytes))
-
 # %% [markdown]
 # **The ring itself.** Write Ring Attention. Your function runs on every rank, and all ranks run it at the same time:
 #
@@ -286,8 +279,6 @@ step(2, my_ring)
 # def my_order(rank, world_size):
 #     hop = [Send((rank + 1) % world_size), Recv((rank - 1) % world_size)]
 #     return hop if rank % 2 == 0 else hop[::-1]
-#
-# my_bytes = (8 - 1) * 2 * 1 * 32 * (1_048_576 // 8) * 128 * 2
 #
 # def my_ring(q, k, v):
 #     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -25,7 +25,7 @@ import torch
 
 from figures import gradients_home
 from notebooks.source import workers
-from notebooks.source.checks.trainable_ring import check_added_so_far, check_bytes_sent_back, check_softmax_backward
+from notebooks.source.checks.trainable_ring import check_added_so_far, check_softmax_backward
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.ring.backward import ring_backward
@@ -299,16 +299,6 @@ def my_added(rank, t, P):
 print(check_added_so_far(my_added))
 
 
-# %%
-# For later.
-# How many bytes does a rank send in the backward pass, all hops together?
-# A chunk of K has `numbers` numbers of `itemsize` bytes (8, 4 or 2); gradients travel in float32 at least
-def my_bytes_back(P, numbers, itemsize):
-    return ...
-
-
-print(check_bytes_sent_back(my_bytes_back))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -319,9 +309,6 @@ print(check_bytes_sent_back(my_bytes_back))
 #
 # def my_added(rank, t, P):
 #     return {(rank - i) % P for i in range(max(t, 1))}
-#
-# def my_bytes_back(P, numbers, itemsize):
-#     return (P - 1) * 2 * numbers * (itemsize + max(itemsize, 4))
 # ```
 # </details>
 #

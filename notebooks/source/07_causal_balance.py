@@ -25,7 +25,7 @@ import torch
 from ipywidgets import interact
 
 from figures import causal_layouts
-from notebooks.source.checks.trainable_ring import check_idle_limit, check_striped_mask, check_zigzag_positions
+from notebooks.source.checks.trainable_ring import check_striped_mask, check_zigzag_positions
 from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
@@ -296,14 +296,6 @@ def my_striped_mask(rank, block, C):
 
 print(check_striped_mask(my_striped_mask))
 
-# %%
-# For later.
-# 8 ranks, contiguous chunks, a very long sequence: for which share of the time do ranks wait?
-# A number from 0 to 1, with 3 decimals at least (or a fraction)
-my_idle = ...
-
-print(check_idle_limit(my_idle))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -315,8 +307,6 @@ print(check_idle_limit(my_idle))
 #
 # def my_striped_mask(rank, block, C):
 #     return torch.ones(C, C, dtype=torch.bool).tril(0 if block <= rank else -1)
-#
-# my_idle = (8 - 1) / (2 * 8 - 1)
 # ```
 # </details>
 #

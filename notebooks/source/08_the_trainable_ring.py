@@ -21,6 +21,8 @@
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
+import inspect
+
 import numpy as np
 import torch
 
@@ -175,21 +177,22 @@ assert off["bfloat16"] > 5 * off["float32"]
 # %% [markdown]
 # ## In a model
 #
-# In a transformer, tokens meet in attention only. So a model that calls the ring runs on $P$ ranks, each with its own tokens. Only these lines change:
-#
-# ```python
-# at = positions("zigzag", seq_len, rank, P)                                  # where this rank's tokens stand
-# tokens, labels = text[:, :-1][:, at], text[:, 1:][:, at]                    # shifted first, then cut
-# logits = model(tokens, at)                                                  # rotary positions of the same layout
-# loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens_of_the_whole_batch
-# loss.backward()
-# for weight in model.parameters():
-#     dist.all_reduce(weight.grad)                                            # the sum over the ranks
-# ```
-#
-# A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
-# all tokens. So its gradients are shares too, and must be **added up**, as `all_reduce` does.
-# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average. What does that change?
+# In a transformer, tokens meet in attention only. So a model that calls the ring runs on $P$ ranks, each with its own tokens. The file ends with
+# such a loop. `at` is where this rank's tokens stand. The task needs attention: every token has to name the first token of its sequence. (Where the labels are the next
+# tokens, shift the whole text first, then take `[:, at]` of both.)
+
+# %%
+print_source(ring.train)
+
+# %% [markdown]
+# A rank's loss is a **share** of the loss: the mean over its own tokens, times `len(at) / S`. So its gradients are shares too, and must be
+# **added up**, as `all_reduce` does. The last lines train twice, in the ring and on one process with PyTorch's attention. The losses must agree:
+
+# %%
+print("if __name__" + inspect.getsource(ring).partition("if __name__")[2])
+
+# %% [markdown]
+# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
 # Four processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
 # gradients of its own tokens:
 
@@ -278,14 +281,4 @@ print(check_group_gradient(my_group_gradient))
 #
 # Open [`trainable_ring.py`](../trainable_ring.py) now, copy it, and train. Then write it from an empty file in
 # [the workshop](your_ring/your_ring.ipynb), design schedules in [the puzzles](puzzles/puzzles.ipynb), or make it fast in [8a](08a_fused_kernels.ipynb).
-# Take the track that you need, in its order:
-#
-# - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb), 13, 17,
-#   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
-# - *train* a model: 8a, [8b · on a GPU](08b_on_a_gpu.ipynb), [10 · a model in the ring](10_a_model_in_the_ring.ipynb),
-#   [11 · meshes](11_meshes.ipynb), [12 · your own model](12_your_own_model.ipynb)
-# - *use* long contexts: 10, [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
-#   [15 · what context is for](15_what_context_is_for.ipynb)
-# - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
-# - *other ways*: 9, 13, [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
-#   [a ring of states](appendix_ring_of_states.ipynb)
+# Then take the [track](README.md#the-road-and-the-tracks) that you need.

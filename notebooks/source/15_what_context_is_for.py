@@ -129,17 +129,7 @@ print("on 8 processes: the keys of torch.topk of the whole row, for every query"
 topics.draw()
 
 # %% [markdown]
-# The choice has no gradient, so the index gets a loss of its own: the Kullback-Leibler divergence of the softmax of its scores from the
-# weights `p` of attention over the chosen keys (here made from the index keys, for want of a layer):
-
-# %%
-q_index = q.clone().requires_grad_()
-index_scores = (w[..., None] * torch.relu(q_index @ k[:, None].mT)).sum(dim=1)[0].gather(1, of_all.indices)
-p = torch.softmax((k[0] @ k[0].mT).gather(1, of_all.indices), dim=-1)
-loss = (p * (p.log() - torch.log_softmax(index_scores, dim=-1)))[count - 1 :].sum()  # of queries that see as many keys
-loss.backward()
-print(f"the queries of the index have a gradient: {bool(q_index.grad.abs().max() > 0)}")
-assert loss > 0
+# The choice has no gradient. So the index learns from a loss of its own: how far the softmax of its scores is from the weights of attention.
 
 # %% [markdown]
 # ## Latents: what travels in place of K and V
@@ -154,18 +144,18 @@ for name, sent in launch(workers.latents_sent, 4, device="cpu")[0].items():
     print(f"{name:<24}{sent:>10,} bytes sent by a rank, forward")
 
 # %% [markdown]
-# | a layer of | numbers a token that travel | messages of a rank, forward | what grows with $S$ |
-# |---|---:|---|---|
-# | MHA, 128 heads of 128 | 32,768 | P − 1 of a block | work S² |
-# | GQA, 8 K/V heads of 128 | 2,048 | P − 1 of a block | work S² |
-# | MLA as 128 expanded heads | 40,960 | P − 1 of a block | work S² |
-# | MLA as latents | **576** | P − 1 of a block | work S², and 2·L·H·(D + Dv) a token and rank |
-# | DSA: index keys, latents | 128 + 576 | twice P − 1 | the index's work S²; attention's 2,048 · S |
-# | a state (linear attention) | 0 | ⌈log₂ P⌉ of a state | work S |
+# | a layer of | numbers a token that travel | messages of a rank, forward |
+# |---|---:|---|
+# | MHA, 128 heads of 128 | 32,768 | P − 1 of a block |
+# | GQA, 8 K/V heads of 128 | 2,048 | P − 1 of a block |
+# | MLA as 128 expanded heads | 40,960 | P − 1 of a block |
+# | MLA as latents | **576** | P − 1 of a block |
+# | DSA: index keys, latents | 128 + 576 | twice P − 1 |
+# | a state (linear attention) | 0 | ⌈log₂ P⌉ of a state |
 #
-# **Which is faster?** A rank makes K and V again in each round, which costs as much as attention to 410 more keys. Expanded heads cost
-# nothing where their messages are hidden: where a query meets more keys of a block than FLOP/s over bytes/s. At 400 TFLOP/s and
-# 40 GB/s these are 10,000 keys. So there latents are faster in blocks of up to 9,590 keys. (Ours computes whole tiles of chosen keys.) The gradient of a latent goes home; that of the weights stays, a part on each rank.
+# **Which is faster?** With latents a rank makes K and V again in each round. This costs as much as attention to 410 more keys. Expanded heads cost
+# nothing where computing hides their messages: in blocks of FLOP/s over bytes/s keys, 10,000 at 400 TFLOP/s and 40 GB/s. So latents
+# are faster in blocks of up to 9,590 keys.
 
 # %%
 heads, D, R, L = 128, 128, 64, 512

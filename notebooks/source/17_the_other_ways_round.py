@@ -23,7 +23,6 @@
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import math
-from dataclasses import replace
 
 import torch
 
@@ -332,30 +331,12 @@ assert (both["ring"], both["all-gather"]) == ([101.7, 114.9], [102.2, 107.4])
 # hybrid needs zigzag or striped chunks, because its rows form rings.
 # </details>
 #
-# <details><summary>Your 8 H100s stand in 8 hosts, so every message goes through a NIC that reaches 35 GB/s. Which way for 128K tokens,
-# and which for 16K?</summary>
+# <details><summary>A gather and a ring send as much. What makes the ring wait less, and the gather need more memory?</summary>
 #
-# For 128K take the ring. A chunk of 16,384 tokens is longer than the knee of chapter 9, so the ring exposes one hop only: 103 ms.
-# A gather takes 108 ms, and an all-to-all, which waits for 280 MiB in each pass, 118. (With costs ring and gather tie, and the ring is simpler.)
-#
-# For 16K exchange heads. A block takes a 64th of the time, and a hop an eighth. So a ring cannot hide
-# its hops, and the bytes decide: a ring sends 224 MiB and takes 6.76 ms, an all-to-all sends 70 MiB and takes 3.68.
-# That is attention alone. In a whole step other messages may bind: ask `ring-plan`.
+# A ring computes on a block while the next one travels, and then drops it. A gather waits for the first head of all blocks, and holds that head of
+# all tokens.
 # </details>
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-# the numbers of the last answer
-for S, times in ((2**17, [103, 108, 118]), (2**14, [6.76, 6.76, 3.68])):
-    with_costs = Step(llama, h100, 8, 1, S, cp=8, kernels="cudnn").ring
-    C, apart = S / 8, replace(ideal, hosts=8, per_host=1, nics=1, host_bandwidth=with_costs.host_bandwidth)
-    ways = ("ring", "all-gather", "all-to-all")
-    assert [float(f"{sum(milliseconds(way, None, apart)):.3g}") for way in ways] == times
-    ring, gather, exchange = (sum(milliseconds(way, None, with_costs, "causal")) for way in ways)
-    assert 1 < ring / gather < 1.02 and ring < exchange if S == 2**17 else exchange < min(ring, gather)
-sent = [sum(traffic(way, layer, C, apart, backward=each)[1] for each in (False, True)) / 2**20 for way in ways]
-assert sent == [224, 224, 70]
-
-# %% [markdown]
+#
 # ## Your turn
 
 

@@ -281,8 +281,7 @@ assert command.main(options.split()) == 0
 assert round(paid["hybrid of 8"], 1) == 447.5
 
 # %% [markdown]
-# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. **With one NIC a host** (`--nics 1`) it
-# takes 21.2 s with the flat ring, and 19.1 s with the best way: the flat ring never used the other seven NICs. Without `--cp 128 --tp 1` the
+# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. Without `--cp 128 --tp 1` the
 # planner may use *tensor parallelism*, and finds a ring between hosts with tensor parallelism inside, as fast and simpler.
 # [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has three rules and what was measured, and
 # [the scoreboard](../bench/README.md#published-times) says how far off the planner is.
@@ -304,20 +303,12 @@ assert round(paid["hybrid of 8"], 1) == 447.5
 # 406. So a layer takes 485 ms without costs, and a step 19.1 s in place of 17.2.
 # </details>
 #
-# <details><summary>You have one host of 8 H100s, and sequences of 1M tokens. What do you change first?</summary>
-#
-# The loss: 222 of the 292 GiB that a step needs of each GPU. With `--loss pieces` it needs almost nothing, the backward pass of a layer
-# (37 GiB) is the worst moment, and a step needs 94 GiB. That is still more than 79.1, so rent a second host.
-# </details>
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # the numbers of the answers
 assert round(milliseconds(h100s(16, nics=1), chunk)["hybrid of 8"]) == 485
 block = 128e3 * block_flops(layer, chunk**2 / 2)
 assert round(block / real.flops + 2.5 * block / real.backward_flops) == 406  # 2.5 times the FLOPs in the backward pass
-plans = [Plan(Step(llama, h100, 1, 8, 2**20, cp=8, loss=it)) for it in ("whole", "pieces")]
-assert [round(plan.held / GIB) for plan in plans] == [292, 94]
-assert [round(plans[0].memory["loss"] / GIB), round(plans[1].memory["a layer at work"] / GIB)] == [222, 37]
 
 # %% [markdown]
 # ## Your turn

@@ -110,7 +110,7 @@ check_merge_two = Exercise(  # (out (n, D), lse (n,)) of two sets of keys -> (ou
 )
 
 
-# Chapter 2: attention in blocks, tiles under a causal mask, the largest tensor ---------------------------------------
+# Chapter 2: attention in blocks, tiles under a causal mask -----------------------------------------------------------
 
 
 class Peak(LiveTensors):
@@ -169,21 +169,6 @@ check_visible_tiles = Exercise(  # how many of n x n square tiles have a pair th
     said="row i sees tiles 0 to i",
     cases=[(1,), (2,), (3,), (4,), (5,), (32,)],
 )
-
-WHOLE = 8 * 1_000_000 * 64 * 4
-check_largest_tensor = Exercise(  # bytes, of blockwise attention with S = 1,000,000, H = 8, D = 64, block 256, float32
-    right=WHOLE,
-    wrong={
-        "that is the tile of scores, 2 MiB; one of q, k, v and out is larger": 8 * 256 * 256 * 4,
-        "that is the square of scores, which is never made": 8 * 1_000_000 * 1_000_000 * 4,
-        "that is how many numbers it has; each is 4 bytes": WHOLE // 4,
-        "that is one head of 8": WHOLE // 8,
-        "that is q, k, v and out together; the largest single one": 4 * WHOLE,
-    },
-    said="out is (B, H, S, D) of 4 bytes each",
-    remark="q, k, v and out are the large tensors now; one tile of scores has only 2 MiB",
-)
-
 
 # Chapter 3: the blocks of a GPU, one round by hand, block outputs merged rightly -------------------------------------
 
@@ -248,7 +233,7 @@ check_mended_sum = Exercise(  # outs (P, D) and lses (P,) of the blocks of one q
 )
 
 
-# Chapter 4: the block in hand, the order of messages, the bytes sent ------------------------------------------------
+# Chapter 4: the block in hand, the order of messages -----------------------------------------------------------------
 
 
 check_block_in_hand = Exercise(  # that the rank computes on in a round
@@ -287,19 +272,3 @@ def _steps(given):
         if not isinstance(step, Send | Recv):
             raise NotYet(f"expected a list of one Send and one Recv, got a {type(step).__name__} in it")
     return [Send(int(step.to)) if isinstance(step, Send) else Recv(int(step.source)) for step in steps]
-
-
-HOP = 2 * 32 * (1_048_576 // 8) * 128 * 2
-check_bytes_sent = Exercise(  # by one rank: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16
-    right=7 * HOP,
-    wrong={
-        "that is 8 hops; after the last round no rank sends": 8 * HOP,
-        "K and V travel, not one of them (or did you count 1 byte a number?)": 7 * HOP // 2,
-        "that is one hop": HOP,
-        "a bfloat16 has 2 bytes, not 4": 14 * HOP,
-        "a block is one chunk, S/P tokens, not the whole sequence (or did you add up all ranks?)": 56 * HOP,
-        "bytes, please, not GiB": 14,
-    },
-    said="hops x (K and V) x H x C x D x bytes of a number",
-    remark=f"{7 * HOP / 2**30:g} GiB",
-)

@@ -62,31 +62,6 @@ check_added_so_far = Exercise(  # -> the ranks that have added to the gradients 
 )
 
 
-def _wide(itemsize):
-    return max(itemsize, 4)
-
-
-check_bytes_sent_back = Exercise(  # P, the numbers of a chunk, the bytes of one -> bytes that a rank sends
-    right=lambda P, n, w: (P - 1) * 2 * n * (w + _wide(w)),
-    wrong={
-        "that is the forward pass; dK and dV travel too": "(P - 1) * 2 * n * w",
-        "that is dK and dV; K and V travel too": "(P - 1) * 2 * n * _wide(w)",
-        "that is the paper's circle; own dK and dV need not travel": "(P - 1) * 2 * n * w + P * 2 * n * _wide(w)",
-        "nothing needs P hops: K and V stay away, and sums begin on the next rank": "P * 2 * n * (w + _wide(w))",
-        "the message home counts too: P - 1 hops": "2 * n * ((P - 1) * w + (P - 2) * _wide(w))",
-        "dK and dV are sums in float32 at least: never fewer than 4 bytes": "(P - 1) * 4 * n * w",
-        "K and V travel in their own dtype": "(P - 1) * 4 * n * _wide(w)",
-        "sums of float64 are float64: 8 bytes, not 4": "(P - 1) * 2 * n * (w + 4)",
-        "K and V travel, and dK and dV: count both of each": "(P - 1) * n * (w + _wide(w))",
-        "dQ does not travel": "(P - 1) * n * (2 * w + 3 * _wide(w))",
-        "Q and dQ stay on their rank": "(P - 1) * 3 * n * (w + _wide(w))",
-    },
-    said="P - 1 hops of K and V in their dtype, P - 1 hops of dK and dV in float32 at least",
-    cases=[(8, 2**29, 2), (5, 96, 4), (4, 96, 8), (3, 40, 2)],
-    remark="with P = 8, 2^29 numbers and bfloat16 that is 42 GiB, where the forward pass sends 14 GiB",
-)
-
-
 # Chapter 6: the order of the overlapped ring, the hidden share -------------------------------------------------------
 
 
@@ -186,21 +161,6 @@ check_striped_mask = Exercise(  # -> (C, C) bool: which pairs the causal mask le
     },
     said="query i stands at rank + i P and key i at block + i P; a key must not be later",
     cases=[(rank, block, C) for P, C in ((3, 4), (4, 5), (2, 1), (5, 2)) for rank in range(P) for block in range(P)],
-)
-
-check_idle_limit = Exercise(  # the idle share of 8 ranks with long contiguous chunks
-    right=7 / 15,
-    wrong={
-        "that is rank 0 in rounds 1 to 7; rank 7 never waits": 7 / 8,
-        "that is the share of the blocks that are hidden; but round 0 is half as long as the other rounds": 7 / 16,
-        "that is the limit of many ranks": 1 / 2,
-        "that is the share of the time in which they work": 8 / 15,
-        "that is the limit of 4 ranks": 3 / 7,
-        "give a share from 0 to 1, not per cent": 700 / 15,
-    },
-    said="count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work",
-    decimals=3,
-    remark="7/15 of the time; with zigzag this ring is 15/8 times as fast",
 )
 
 
