@@ -4,12 +4,16 @@ import contextlib
 import importlib
 import io
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from ringlab.ring import cases
+from ringlab.support import processes
 from ringlab.support.extras import install
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +37,15 @@ CONCEPTS = [
 ]
 
 
-def run(name: str) -> tuple[int, str]:
-    """Run the main of a concept in this process: its exit status, and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", [name]):  # no options
-        return importlib.import_module(name).main(), printed.getvalue()
+def run(name: str, launch: Callable[..., Any] = processes.launch) -> tuple[int, str]:
+    """Run the main of a concept in this process: its exit status, and what it printed. `launch` starts its ranks."""
+    with contextlib.ExitStack() as stack:
+        for home in {cases, module := importlib.import_module(name)}:
+            if hasattr(home, "launch"):
+                stack.enter_context(mock.patch.object(home, "launch", launch))
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(mock.patch.object(sys, "argv", [name]))  # no options
+        return module.main(), printed.getvalue()
 
 
 # Which are slow, and which need JAX or transformers and are skipped where these are missing --------------------------

@@ -142,10 +142,6 @@ def flat(tmp_path_factory):
     return folder
 
 
-def torchrun(processes):
-    return "python", "-m", "torch.distributed.run", f"--nproc_per_node={processes}"
-
-
 def test_the_wheel_holds_four_names_and_their_types(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
@@ -215,7 +211,7 @@ def test_the_doctor_works_in_their_tests(here, flat):
 @pytest.mark.slow
 def test_a_model_is_trained_without_pictures(here, flat):
     small = "--steps 2 --seq-len 24 --layers 1 --hidden 16 --heads 4 --kv-heads 2"
-    done = here(flat, *torchrun(3), "-m", "ringlab.models.train", *small.split())
+    done = here(flat, "ring-train", *small.split())
     assert done.returncode == 0, done.stderr
     said = f"done      2 steps; the curve needs matplotlib: {install('plots')}; its numbers are run/loss.jsonl"
     assert done.stdout.splitlines()[-1] == said

@@ -94,8 +94,17 @@ def test_a_sick_ring_on_the_terminal_in_json_and_on_the_page(ranks, tmp_path, ca
     assert ("<svg" in text) == (find_spec("matplotlib") is not None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all_processes_at_once(tmp_path, number):
+def test_the_signals_that_end_it_exit_with_their_number(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with mock.patch.object(signal, "signal") as taken, mock.patch.object(command, "run"):
+        command.main(["module:function"])
+    assert {call.args[0] for call in taken.call_args_list} == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    for number, handler in (call.args for call in taken.call_args_list):
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            handler(number, None)
+
+
+def test_a_signal_ends_all_processes_at_once(tmp_path):
     psutil = pytest.importorskip("psutil")
     command = [sys.executable, "-m", "ring_doctor", f"{HERE}:leaves_its_number", "--worlds", "3"]
     environment = {**os.environ, "NUMBERS": str(tmp_path)}
@@ -103,11 +112,11 @@ def test_a_signal_ends_all_processes_at_once(tmp_path, number):
     wait_for(lambda: list(tmp_path.iterdir()), 3)
     others = psutil.Process(doctor.pid).children(recursive=True)
     assert {int(path.name) for path in tmp_path.iterdir()} <= {other.pid for other in others}
-    doctor.send_signal(number)
+    doctor.send_signal(signal.SIGTERM)
     with ends_soon():
         printed, said = doctor.communicate()
         wait_for(lambda: [other for other in others if not other.is_running()], len(others))
-    assert doctor.returncode == 128 + number
+    assert doctor.returncode == 128 + signal.SIGTERM
     assert printed == b""
     assert b"Traceback" not in said
 

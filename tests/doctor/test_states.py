@@ -28,6 +28,7 @@ from tests.doctor.examined import on_these
 from tests.wrong.odd_patients import gathered
 
 WORLDS = (1, 2, 3, 5)
+FEW = {"unequal": False, "dtypes": "float64"}  # of a wrong ring: right ones are asked everything
 
 
 def right(way, q, k, v, log_decay, beta, documents=None, state=None):
@@ -144,7 +145,7 @@ def test_a_right_ring_of_states_is_healthy(ranks, function, claims):
 @pytest.mark.parametrize("how", SICK)
 def test_a_wrong_ring_of_states_is_named(ranks, how):
     function, name = SICK[how]
-    report = examined(ranks, partial(function, how.partition(" ")[0]), (3,), unequal=False)
+    report = examined(ranks, partial(function, how.partition(" ")[0]), (3,), **FEW)
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
     if name == "gradient_of_the_state_dropped":  # out is right, and of the last rank everything
         assert {name for it in report.examination.wrong for name in it.wrong} == {"dk", "dv", "dlog_decay", "dbeta"}
@@ -177,7 +178,7 @@ def taps_detached(x, weight):
     ],
 )
 def test_what_is_learned_is_compared(ranks, function, wrong):
-    report = examined(ranks, function, (3,), unequal=False)
+    report = examined(ranks, function, (3,), **FEW)
     assert {name for it in report.examination.wrong for name in it.wrong} == wrong
     assert all("from a state" in it.question.words() for it in report.examination.wrong) == (wrong != {"dweight"})
 
@@ -311,12 +312,12 @@ def test_a_right_ring_of_latents_is_healthy(ranks, function, claims):
 @pytest.mark.parametrize("how", LATENTS)
 def test_a_wrong_ring_of_latents_is_named(ranks, how):
     function, name = LATENTS[how]
-    report = examined(ranks, partial(function, how), (3,), state=False, unequal=False, causal=True)
+    report = examined(ranks, partial(function, how), (3,), state=False, causal=True, **FEW)
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
 
 
 def test_a_mistake_of_an_index_without_a_name_is_located(ranks):
-    report = examined(ranks, partial(index_by_gather, "no relu"), (3,), state=False, unequal=False, causal=True)
+    report = examined(ranks, partial(index_by_gather, "no relu"), (3,), state=False, causal=True, **FEW)
     assert report.level == WRONG_RING
     assert [finding.look for finding in infer(report.examination, "none")] == [OF_INDEX]
 
@@ -324,7 +325,7 @@ def test_a_mistake_of_an_index_without_a_name_is_located(ranks):
 @pytest.mark.parametrize(("how", "times"), [("scale", "1.01"), ("scale of D", "1.41")])
 def test_a_scale_of_latents_is_told(ranks, how, times):
     """An error of 1 % is as small as a rounding to 16 bits; the other is a scale of 1/sqrt(D) for D + R numbers."""
-    report = examined(ranks, partial(latents_by_gather, how), (3,), state=False, unequal=False, causal=True)
+    report = examined(ranks, partial(latents_by_gather, how), (3,), state=False, causal=True, **FEW)
     first = infer(report.examination, "none")[0]
     said = f"dq, drope_keys, dlatents, dw_k and dw_v: those of scores {times} times the right scores"
     assert (first.says, first.look[:10]) == (f"out, {said}", "the scale:")

@@ -216,7 +216,6 @@ KINDS = {  # of models, and what their config does not have by itself
     "gpt2": {},
     "gemma2": {"attn_logit_softcapping": None},  # windows in some layers; sdpa knows no softcap
     "llama4_text": {"floor_scale": 3, "attn_scale": 1.0},  # chunks; queries grow with their place in a document
-    "qwen3_next": {},
     "qwen3_5_text": {},
     "olmo_hybrid": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

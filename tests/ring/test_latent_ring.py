@@ -173,7 +173,8 @@ def assert_right_results(ranks, world_size, cases):
             assert_right(mine, right, f"{name} of {case}")
 
 
-FEW = [2, 3, *(pytest.param(P, marks=pytest.mark.slow) for P in (1, 4, 5, 6, 7))]
+FEW = [2, 3, *(pytest.param(P, marks=pytest.mark.slow) for P in (1, 4, 5))]
+FEW += [pytest.param(P, marks=pytest.mark.exhaustive) for P in (6, 7)]
 
 
 @pytest.mark.parametrize("world_size", FEW)
