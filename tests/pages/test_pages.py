@@ -43,7 +43,7 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(it, marks=pytest.mark.slow if "ring_doctor" in it else ()) for it in SHOWN],
+    [pytest.param(it, marks=pytest.mark.slow if re.search("torchrun|ring_doctor", it) else ()) for it in SHOWN],
 )
 def test_a_command_prints_what_is_shown(command, ranks, capsys):
     program, *words = command.split()
