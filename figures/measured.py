@@ -6,6 +6,7 @@ $ python -m figures.draw_all    # draws again
 
 from statistics import median
 
+import torch
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
 from bench import record
