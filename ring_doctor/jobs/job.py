@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.job import CannotExamine
+from ringlab.support.processes import LOST_CONNECTION
 
 STARTER = """\
 import importlib.machinery, importlib.util, os, sys
@@ -45,7 +46,8 @@ done
 case $killed${home##*/} in 1ring-doctor-????????) rm -rf "$home"; esac"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
 TAIL = 6  # lines of a job before its error
-ERROR = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w+(Error|Exception)\b")
+ERROR = re.compile(r"(\[\w+\]: ?)*(\w+\.)*\w+(Error|Exception)\b")
+HANDLED = re.compile(r"(\[\w+\]: ?)*(During handling of|The above exception)")  # the line after another error's cause
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,12 @@ def _who_waits(folder: Path, steps: int) -> str:
 
 
 def _failed(how: str, command: str, output: Path) -> CannotExamine:
-    """How a job failed, with the first error that it printed, and the lines before it; without one, its last lines."""
+    """How a job failed, with the first error that ended a rank, whole, and the lines before it; or its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    failed = [n for n, line in enumerate(lines) if ERROR.match(line)] or [len(lines) - 1]
-    tail = (f"\n  | {line:.160}" for line in lines[max(0, failed[0] - TAIL) : failed[0] + 1])
+    pairs = enumerate(zip(lines, [*lines[1:], ""], strict=True))
+    failed = [n for n, (line, after) in pairs if ERROR.match(line) and not HANDLED.match(after)]
+    last = ([n for n in failed if not LOST_CONNECTION.search(lines[n])] or failed or [len(lines) - 1])[0]
+    tail = [f"\n  | {line:.160}" for line in lines[max(0, last - TAIL) : last]] + [
+        f"\n  | {x}" for x in lines[last:][:1]
+    ]
     return CannotExamine(f"the job {how}: {command}{''.join(tail)}")

@@ -106,7 +106,11 @@ CANNOT = {
     "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
     "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "first job has 48 tokens, that of the second 24"),
     "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "has a dropout of 0.1"),
-    "a rank that fails": ([(SUM, f"    assert rank < 2, 'no'\n{SUM}")], "AssertionError: no"),
+    "a rank that fails": ([(SUM, f"    assert rank < 2, 'no' * 200\n{SUM}")], f"AssertionError: {'no' * 200}"),
+    "steps in backward": (
+        [("    loss.back", "    model.head.weight.register_hook(lambda _: optimizer.step())\n    loss.back")],
+        "RuntimeError: an optimizer steps during backward; ring-doctor sees only steps after backward",
+    ),
     "no optimizer": ([("optimizer.step()", "pass")], "no process had made step 1 of an optimizer of torch.optim"),
 }  # fmt: skip
 
@@ -114,6 +118,7 @@ CANNOT = {
 SOME = {"the labels of a shard", "plain attention", "sharded twice", "DDP's mean", "one weight of one rank", "as it is"}
 SOME |= {"means of means, in two passes", "nothing is shared out", "the norm of a rank's weights", *CANNOT}
 SOME |= {"rotated once more", "DDP, with the factor"}
+SOME -= {"steps in backward"}
 
 
 def cases(table):
