@@ -10,15 +10,10 @@ The numbers show what random numbers hide: overflow, sums in 16 bits, the weight
     16-bit sums        a right ring of 4 ranks rounds nothing to 16 bits, one that sums in 16 bits does; gradients alike
     X-ray 1, X-ray 2   the results are the weights W of attention and the gradients dS of its scores
 
-Two runs with the same scores, scale X, and the same dO Vᵀ, which is Y, have the same W and dS:
-
-    run 1    Q = X, K = I,  V = Yᵀ, dO = I    dV = Wᵀ dO shows Wᵀ, dQ = scale dS K shows dS
-    run 2    Q = I, K = Xᵀ, V = I,  dO = Y    out = W V shows W, dK = scale dSᵀ Q shows dSᵀ
-
 Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
 tokens at `positions(r)`.
 
-Before: names.py. After: patient.py, what a ring may take; explaining/xray.py, which reads the results of an X-ray.
+Before: probes.py. After: patient.py, what a ring may take; explaining/xray.py, which reads the results of an X-ray.
 Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray.
 """
 
@@ -132,15 +127,13 @@ class Case:
 
     def numbers(self) -> str:
         """The kind of inputs in words."""
-        made_for = {"large": "large scores", SIZES: SIZES} | {
-            inputs: f"inputs made for {inputs}" for inputs in UNROUNDED
-        }
-        return made_for.get(self.inputs, f"{self.inputs} inputs")
+        made_for = f"inputs made for {self.inputs}" if self.inputs in UNROUNDED else f"{self.inputs} inputs"
+        return {"large": "large scores", SIZES: SIZES}.get(self.inputs, made_for)
 
     def words(self) -> str:
         """The case in words: "P = 3, causal, zigzag, 4 query heads on 2, C = 6, float32"."""
-        said = [f"P = {self.world_size}", self.mask(), *self.features()]
-        return ", ".join(said) + f", {str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ", ".join([f"P = {self.world_size}", self.mask(), *self.features(), dtype])
 
     def mask(self) -> str:
         """Which keys a query sees by its position, and the layout: "causal, zigzag"."""
@@ -200,6 +193,8 @@ def _right(case: Case) -> dict[str, Right]:
     if case.inputs in UNROUNDED:  # and yet kernels sum lse from weights in 16 bits
         wide = case.exact(*(x.float() for x in case.whole()))
         right |= {name: replace(x, dtype=case.dtype) for name, x in wide.items() if name != "lse"}
+        for name, columns in (("out", 2), ("dq", 1)) if case.causal else ():
+            right[name].sums[..., -columns:] += A_PIECE * right[name].exact[..., -columns:].abs()
     return right
 
 
@@ -223,6 +218,7 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     return results | found | {"dsinks": d_sinks}
 
 
+A_PIECE = 0.6  # of a number in the last columns
 FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
 HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
 LARGE = 800.0  # added to or taken from the scores of `large` inputs: the weights are as before
@@ -241,13 +237,13 @@ def _silent_rank(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> 
 
 
 def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """Every weight is 0, 1, 1/2 or 1/4. The mean over the values of four blocks can be stored in 16 bits; the mean over
-    some of them cannot.
+    """Weights are 0, 1, 1/2 or 1/4. Means over four blocks can be stored in 16 bits; means over some of them cannot.
 
     A query sees only the first key of each block: column 0 hides the others. Three such keys would need weights of 1/3,
-    so these queries see only the first key of block 0: column 1 hides the others.
+    so column 1 hides all but the first key of block 0 from these queries.
     Right rings compute some blocks in one piece: a hybrid the rows of its 2 x 2 mesh; under a causal mask, what has
-    gathered all keys the blocks before its own. The means over these blocks can be stored too.
+    gathered all keys, the blocks before its own. The means over these blocks can be stored too, but in two columns:
+    there one rounded piece moves the mean by less than A_PIECE of it, and roundings from the first block on by all.
     """
     half = torch.finfo(case.dtype).eps / 2
     rows = [(1, -1, 1, -1), (1, 0, half, half), (half, half, 1, 0), (1, 1 + 4 * half, 1 + 2 * half, 1 + 2 * half)]
@@ -259,6 +255,9 @@ def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterabl
     k[..., :2] = HIDES[1]
     k[:, :, first, 0], k[:, :, first[0], 1] = 0.0, 0.0
     v[:, :, first] = _patterns(rows, case.kv_heads, case.head_dim)
+    if case.causal:
+        rows = [(0.25 + 1.5 * half, 2.75, 2.75 * half, -3), (0.6875 * half, 1, 0.8125 * half, -1)]
+        v[:, :, first, -2:] = _patterns(rows, case.kv_heads, 2)
     return q, k, v, d_out
 
 
@@ -268,18 +267,19 @@ def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> It
     Of two keys with equal weights one has the value 1 and the other -1, so out and delta are 0 and dP is dO or -dO.
     dk and dv, sums over ranks: of each rank one query sees the first two keys of block 0, which all ranks see.
     dq, a sum over blocks: the last query of each rank sees the first two keys of each block, if no mask hides one.
-    The dO of all other queries is 0. In 16 bits 1 + half is 1: a sum that adds the halves to 1 one by one loses both.
+    The dO of all other queries is 0. In 16 bits 1 + half is 1. The last column is as two of `_sums`.
     """
     half = torch.finfo(case.dtype).eps / 2
     by_rank = (1, 0, half, half), (half, half, 1, 0)
     by_block = ((half, half, 0, 1), (half, half, 1, 0)) if case.causal else by_rank
-    keys = _in_order(case)[:, :2]
-    last_two = _in_order(case)[:, -2:]
+    keys, last_two = _in_order(case)[:, :2], _in_order(case)[:, -2:]
     patterns = _patterns(by_rank, case.kv_heads, case.head_dim - 1)
     q, k, v, d_out = (torch.zeros_like(x) for x in (q, k, v, d_out))
     k[..., :2] = HIDES[1]
     k[:, :, keys.flatten(), 0], k[:, :, keys[0], 1] = 0.0, 0.0
     k[:, :, keys[:, 0], 2:] = _patterns(by_block, case.kv_heads, case.head_dim - 2)
+    if case.causal:
+        k[:, :, keys[:, 0], -1] = torch.tensor([1, 0.75 * half, 0.75 * half, -1], dtype=k.dtype)
     v[:, :, keys[0], 0] = torch.tensor([1.0, -1.0], dtype=v.dtype)
     v[:, :, keys.flatten(), 1] = torch.tensor([1.0, -1.0], dtype=v.dtype).repeat(FOUR)
     q[..., 1] = HIDES[0]

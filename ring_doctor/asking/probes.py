@@ -1,5 +1,10 @@
 """The inputs of an X-ray: with them the output and the gradients of a ring are its matrices of weights.
 
+Two runs with the same scores, scale X, and the same dO Vᵀ, which is Y, have the same W and dS:
+
+    run 1    Q = X, K = I,  V = Yᵀ, dO = I    dV = Wᵀ dO shows Wᵀ, dQ = scale dS K shows dS
+    run 2    Q = I, K = Xᵀ, V = I,  dO = Y    out = W V shows W, dK = scale dSᵀ Q shows dSᵀ
+
 Before: names.py. After: case.py, which asks with them.
 """
 

@@ -5,8 +5,8 @@
     dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
     dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
 
-Two runs show all four, see asking/case.py. Both have the same W and dS. The out of a ring of states is linear in V too:
-with V = I it is how much of each earlier token a row reads. One run shows that.
+Two runs show all four, see asking/probes.py. The out of a ring of states is linear in V too: with V = I it is how much
+of each earlier token a row reads. One run shows that.
 
 Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
 queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are

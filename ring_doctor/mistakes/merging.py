@@ -188,6 +188,11 @@ def rounding(*results: str) -> Iterator[Change]:
         yield but(merge=merge)
 
 
+def from_the_first(change: Change) -> Change:
+    """The same in a ring that has gathered all blocks, and takes them from the first to the last."""
+    return lambda steps: replace(change(steps), believed=lambda case, rank, t: t, in_hand=lambda case, rank, t: (t, t))
+
+
 def undivided_in_16_bits(always: bool) -> Change:
     return running_sums(l_rescaled=True, o_rescaled=True, rounded=lambda case, o: in_16_bits(o, case, always))
 
@@ -211,6 +216,7 @@ def smooth(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k - k.mean(dim=2, keepdim=True), v
 
 
+SUMS_IN_16_BITS = *rounding("out"), *map(undivided_in_16_bits, (False, True))
 CHANGES = {
     "no_rescale": [running_sums(l_rescaled=False, o_rescaled=False)],
     "l_not_rescaled": [running_sums(l_rescaled=False, o_rescaled=True)],
@@ -239,7 +245,7 @@ CHANGES = {
         for change in (in_seen_blocks(padded(multiple)), padded(multiple), padded(multiple, whole_tiles=True))
     ],
     "lse_returned_in_base_2": [in_the_end(lambda steps, case, x: {"lse": x["lse"] / math.log(2)}, "lse")],
-    "sums_in_16_bits": [*rounding("out"), *map(undivided_in_16_bits, (False, True))],
+    "sums_in_16_bits": [change for each in SUMS_IN_16_BITS for change in (each, from_the_first(each))],
     "lse_in_16_bits": [*rounding("lse"), *rounding("lse", "given")],
 }
 MISTAKES = told("Merging", CHANGES)
