@@ -1,9 +1,11 @@
 """A job that runs already: a line of a right training script is spoiled, and the doctor names what it has seen."""
 
+import os
 import runpy
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
 from tests.commands import ROOT
 
+WARM = ROOT / "tests/wrong/warm.py"
 SCRIPT = (ROOT / "tests/wrong/job.py").read_text()
 P = 3
 SUM = "    for weight in model.parameters():\n        dist.all_reduce(weight.grad)\n"
@@ -115,28 +118,29 @@ CANNOT = {
 }  # fmt: skip
 
 
-SOME = {"the labels of a shard", "plain attention", "sharded twice", "DDP's mean", "one weight of one rank", "as it is"}
-SOME |= {"means of means, in two passes", "nothing is shared out", "the norm of a rank's weights", *CANNOT}
-SOME |= {"rotated once more", "DDP, with the factor"}
-SOME -= {"steps in backward"}
-
-
-def cases(table):
-    """The keys of a table; those that are not in SOME take `make exhaustive`."""
-    return [pytest.param(key, marks=() if key in SOME else pytest.mark.exhaustive) for key in table]
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """The socket of a process that has imported torch already."""
+    at = tmp_path_factory.mktemp("warm") / "socket"
+    with subprocess.Popen([sys.executable, WARM, at], env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+        while not at.exists():
+            assert server.poll() is None
+            time.sleep(0.05)
+        yield at
+        server.kill()
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
+def ask(warm, tmp_path_factory):
     """Run the script, spoiled, on some ranks, in a folder of its own."""
 
-    def run(edits, ranks, **options):
+    def run(edits, ranks, start=f"-S {WARM} {warm}", **options):
         text, home = SCRIPT, tmp_path_factory.mktemp("job")
         for old, new in edits:
             assert text.count(old) >= 1, old
             text = text.replace(old, new, 1)
         (home / "train.py").write_text(text)
-        command = f"cd {home} && PYTHONPATH=$PYTHONPATH:{ROOT} OMP_NUM_THREADS=1 {sys.executable} train.py {ranks}"
+        command = f"cd {home} && PYTHONPATH=$PYTHONPATH:{ROOT} {sys.executable} {start} train.py {ranks}"
         found = run_job(command, home / "seen", seconds=100, **options)
         assert not (home / "trained").exists()
         return found
@@ -146,10 +150,10 @@ def ask(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trusted(ask):
-    return ask([], 1, steps=2), ask([], 1, steps=2, move="float64")
+    return ask([], 1, start="", steps=2), ask([], 1, steps=2, move="float64")
 
 
-@pytest.mark.parametrize("mistake", cases(MISTAKES))
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named(ask, trusted, mistake):
     edits, says = MISTAKES[mistake]
     found = compare(trusted[0], ask(edits, P), trusted[1], 1)
@@ -157,14 +161,14 @@ def test_a_mistake_is_named(ask, trusted, mistake):
     assert says in found.says
 
 
-@pytest.mark.parametrize("change", cases(HEALTHY))
+@pytest.mark.parametrize("change", HEALTHY)
 def test_a_right_job_is_healthy(ask, trusted, change):
     found = compare(trusted[0], ask(HEALTHY[change], P), trusted[1], 1)
     assert (found.level, found.names) == (RIGHT, [])
     assert ("Every rank has all tokens" in str(found)) == (change == "nothing is shared out")
 
 
-@pytest.mark.parametrize("change", cases(CANNOT))
+@pytest.mark.parametrize("change", CANNOT)
 def test_what_cannot_be_compared_is_said_by_name(ask, trusted, change):
     edits, says = CANNOT[change]
     with pytest.raises(CannotExamine) as error:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._dynamo  # optimizers import it, for a second or two: here once, and not once a rank
 import torch.distributed as dist
 import torch.nn.functional as F
 
