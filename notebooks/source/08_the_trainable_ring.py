@@ -16,7 +16,7 @@
 # - say where a [fused kernel](../docs/glossary.md#fused-kernel) goes, and what it needs there,
 # - put the ring into a model, and combine its gradients in the right way.
 #
-# The road, 8 of 8. 19 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
+# The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
 # one of the tracks, see the end.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

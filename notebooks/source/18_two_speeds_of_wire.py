@@ -222,8 +222,7 @@ for row, times in zip(rows, taken, strict=True):
 # %% [markdown]
 # The flat ring is the fastest where a fast link or long chunks hide its messages too. The hybrid is far behind in two cases only, on
 # the slowest link with 4,096 tokens: no way hides its messages there, and the all-to-all sends the fewest bytes. With 4,096 tokens on
-# the two slower links the double ring takes 10 to 28 % less time than the flat ring. (gloo's reduce-scatter sends gradients twice, so these cases
-# say little of a gather on GPUs.)
+# the two slower links the double ring takes 10 to 28 % less time than the flat ring.
 #
 # ## A whole step
 #
