@@ -32,7 +32,7 @@ SMALL = 0.01  # of the norm of an average gradient: a smaller one, as of the bia
 class Gradients:
     """The gradients of a step of the second job: by weight, how far they are from right, and what explains them."""
 
-    pairs: list[tuple[str, int, int]]  # pairs_of
+    pairs: list[tuple[str, str]]  # pairs_of
     allowed: dict[str, float]
     errors: dict[str, float] = field(default_factory=dict)  # the largest of a rank, as a share of the norm
     factors: dict[str, list[str]] = field(default_factory=dict)  # factors_of
@@ -84,16 +84,16 @@ def dtypes_of(job: Job) -> list[str]:
     return sorted({dtype for part in seen for dtype in part["dtypes"]}, key=eps_of, reverse=True)
 
 
-def pairs_of(one: Job, many: Job) -> list[tuple[str, int, int]]:
-    """(name, place in the first job, place in the second) of each weight; names may begin with other prefixes."""
-    names, others, found = one.ranks[0]["names"], many.ranks[0]["names"], []
-    for place, name in enumerate(names):
+def pairs_of(one: Job, many: Job) -> list[tuple[str, str]]:
+    """The names of each weight in both jobs, which may begin with other prefixes."""
+    names, others, found = one.names, many.names, []
+    for name in names:
         fits = [o for o in others if o == name] or [o for o in others if f".{o}".endswith(f".{name}")]
         fits = fits or [o for o in others if f".{name}".endswith(f".{o}")]
         if len(fits) != 1:
             flat = " and no flat weights of FSDP 1: take fully_shard" * any("_flat_param" in x for x in names + others)
             raise CannotExamine(f"the weight {name} is not in both jobs; expected one model in both{flat}")
-        found.append((name, place, others.index(fits[0])))
+        found.append((name, fits[0]))
     return found
 
 
@@ -102,10 +102,10 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     pairs, P = pairs_of(one, many), many.world_size
     sizes: dict[str, tuple[float, int]] = {}  # of the right gradients: the norm, and how many numbers
     changes: dict[str, float] = {}
-    for name, place, _ in pairs:
-        if (right := one.tensor(kind, step, place)) is not None:
+    for name, _ in pairs:
+        if (right := one.tensor(kind, step, name)) is not None:
             sizes[name] = float(right.norm()), right.numel()
-            near = moved.tensor(kind, step, place) if moved else None
+            near = moved.tensor(kind, step, name) if moved else None
             changes |= {name: float((near - right).norm())} if near is not None else {}
     norm, count = math.hypot(*(norm for norm, _ in sizes.values())), sum(n for _, n in sizes.values())
     if not math.isfinite(norm):
@@ -115,13 +115,13 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0
     usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if any(changes.values()) else TERMS))
     found = Gradients(pairs, {name: UNITS * max(usual, changes.get(name, 0.0)) for name in sizes})
-    trained = {other for name, _, other in pairs if name in sizes}
-    for other, name in enumerate(many.ranks[0]["names"]):
-        given = [] if other in trained else [many.tensor(kind, step, other, rank) for rank in range(P)]
+    trained = {other for name, other in pairs if name in sizes}
+    for name in many.names:
+        given = [] if name in trained else [many.tensor(kind, step, name, rank) for rank in range(P)]
         if any(part is not None and part.any() for part in given):
             raise CannotExamine(f"{name} has a gradient in the second job only; expected the same frozen weights")
-    for name, place, other in pairs:
-        if (right := one.tensor(kind, step, place)) is None:
+    for name, other in pairs:
+        if (right := one.tensor(kind, step, name)) is None:
             continue
         given = [many.tensor(kind, step, other, rank) for rank in range(P)]
         parts = [torch.zeros_like(right) if part is None else part for part in given]

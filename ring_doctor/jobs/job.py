@@ -62,19 +62,21 @@ class Job:
     def world_size(self) -> int:
         return len(self.ranks)
 
-    def tensor(self, kind: str, step: int, index: int, rank: int = 0) -> Tensor | None:
+    @property
+    def names(self) -> list[str]:
+        """Those of the weights."""
+        return list(self.ranks[0]["weights"])
+
+    def tensor(self, kind: str, step: int, name: str, rank: int = 0) -> Tensor | None:
         """A gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0.
 
-        The kinds: "before", before clipping; "gradient", as the optimizer gets it. `index` is a place among the names
-        of rank 0; other ranks may have another order.
+        The kinds: "before", before clipping; "gradient", as the optimizer gets it.
         """
-        name = self.ranks[0]["names"][index]
         for of in (rank, 0):
-            places = {name: place for place, name in enumerate(self.ranks[of]["names"])}
-            if (file := self.folder / f"{kind}-{step}-{places.get(name)}-{of}.pt").exists():
+            if (file := self.folder / f"{kind}-{step}-{name.replace('/', ':')}-{of}.pt").exists():
                 found: Tensor = torch.load(file).double()
                 return found
-        return self.tensor("before", step, index, rank) if kind == "gradient" else None
+        return self.tensor("before", step, name, rank) if kind == "gradient" else None
 
 
 def run_job(

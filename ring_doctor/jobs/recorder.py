@@ -47,12 +47,10 @@ class Recorder:
         self.parts: list[dict[str, Any]] = []
         self.now = fresh()  # the part in hand
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
-        self.names: dict[str, int] = {}  # of all weights so far: the place, which is in the names of files
-        self.weights: dict[str, Any] = {}  # by name, what it and its squares added up to, when it was first seen
+        self.weights: dict[str, Any] = {}  # by name, what each and its squares add up to in the first step
         self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
         self.optimizers: list[Any] = []
         self.new_step()
-        self.of_a_function = False  # whose steps are those of ../whole_models, not of an optimizer
 
     def new_step(self) -> None:
         """Forget what was of the last step."""
@@ -194,7 +192,7 @@ class Recorder:
         """Before an optimizer's step: its gradients are read. Those of others may be unfinished, or left by a pass
         that was not for them. So a step of the job ends when no other has any, or when the next backward pass begins.
         """
-        if not self.passes or self.of_a_function:
+        if not self.passes or not STEPS:  # none are those of a function: ../whole_models
             return
         if self.backwards:
             raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
@@ -238,10 +236,9 @@ class Recorder:
             found.setdefault(id(x), ((own or {}).get(id(x), f"weight {n} of the optimizer"), x))
         self.named, given, written = list(found.values()), set(map(id, weights)), set()
         for name, weight in self.named:
-            index = self.names.setdefault(name, len(self.names))
-            if at == 0 and not own and name not in self.weights:
-                x = whole(weight).detach().double()
-                self.weights[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
+            if name not in self.weights:
+                x = None if at or own else whole(weight).detach().double()
+                self.weights[name] = x if x is None else torch.stack([x.sum(), x.square().sum()]).cpu()
             if (x := weight.grad) is None or id(weight) not in given:
                 continue
             written.add(name)
@@ -249,7 +246,7 @@ class Recorder:
             kind = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
             full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
             if not self.rank or not alike:
-                torch.save(full.clone(), FOLDER / f"{kind}-{at}-{index}-{self.rank}.pt")
+                torch.save(full.clone(), FOLDER / f"{kind}-{at}-{name.replace('/', ':')}-{self.rank}.pt")
         self.now = fresh()  # without the messages of gradients
         return written
 
@@ -281,7 +278,7 @@ class Recorder:
     def end(self) -> None:
         """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
         rank, world = self.rank, self.world
-        seen = {"rank": rank, "steps": self.steps, "names": [*self.names], "weights": self.weights}
+        seen = {"rank": rank, "steps": self.steps, "weights": self.weights}
         self.torch.save(seen, FOLDER / f"seen-{rank}.tmp")
         os.replace(FOLDER / f"seen-{rank}.tmp", FOLDER / f"seen-{rank}-of-{world}.pt")
         while not (FOLDER / "end").exists():  # should the doctor be killed, this process is too: job.py

@@ -25,10 +25,11 @@ from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.gradients import TERMS, UNITS, Gradients, distance, dtypes_of, eps_of, factors_of, gradients_of
 from ring_doctor.jobs.job import Job, run_job
 from ring_doctor.jobs.seen import Whole, divisors, other_data, told, whole_numbers
+from ring_doctor.mistakes import words
 from ring_doctor.report import explained
-from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ringlab.models.transformer import IGNORED
 
+MISTAKES = words("Whole models", Path(__file__).parents[1] / "whole_models/README.md")
 COARSE, TOO_COARSE = 0.05, 0.5  # rounding that hides mistakes, and that hides most
 SAME = 1e-6  # another share of what a weight and its squares add up to is another weight
 FEW = 4  # weights in a line
@@ -122,11 +123,10 @@ def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: flo
 
 def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
     """Why another result of the second job is no mistake, or ""."""
-    names = many.ranks[0]["names"]
-    for name, _, other in found.pairs:
-        sums = [of["weights"].get(at) for of, at in ((one.ranks[0], name), *((of, names[other]) for of in many.ranks))]
-        off = [x is not None and sums[0] is not None and distance(x, sums[0]) > SAME for x in sums[1:]]
-        if off and off[0]:
+    for name, other in found.pairs:
+        right, sums = one.ranks[0]["weights"][name], [of["weights"].get(other) for of in many.ranks]
+        off = [x is not None and right is not None and distance(x, right) > SAME for x in sums]
+        if off[0]:
             return f"the jobs begin with other weights ({name}); expected one seed, or one checkpoint, in both"
         if any(off):
             return f"rank {off.index(True)} of the second job begins with other weights than rank 0 ({name}); seed them"

@@ -144,8 +144,7 @@ def _changes(job: Job, step: int, other: int) -> bool:
     slack = 1e-3 if "16" in dtypes_of(job)[0] else 1e-5 if "32" in dtypes_of(job)[0] else 1e-11
     for rank, of in enumerate(job.ranks):
         reported = [torch.tensor(of["steps"][at]["reported"], dtype=torch.float64) for at in (step, other)]
-        names = range(len(job.ranks[0]["names"]))
-        before, after = ([job.tensor("gradient", at, n, rank) for n in names] for at in (step, other))
+        before, after = ([job.tensor("gradient", at, name, rank) for name in job.names] for at in (step, other))
         for x, y in zip([*before, reported[0]], [*after, reported[1]], strict=True):
             if x is not None and y is not None and distance(y.nan_to_num(), x.nan_to_num(), 1e-9) > slack:
                 return True
@@ -173,7 +172,6 @@ def call(
     sys.modules["ring_doctor_recorder"] = recorder = import_module("ring_doctor.jobs.recorder")
     import_module("ring_doctor.jobs.watching").watch(torch)
     seen = recorder.seen
-    seen.of_a_function = True
     text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
     with written(folder / str(context.rank), often):
         step = named(name)
@@ -181,7 +179,7 @@ def call(
             torch.manual_seed(seed)
             targets = text[:, 1:].index_fill(1, torch.tensor(tokens or [], dtype=torch.int64), -100).to(context.device)
             end_step(seen, step(text.to(context.device), **({} if tokens is None else {"targets": targets})))
-    return {"rank": context.rank, "steps": seen.steps, "names": [*seen.names], "weights": seen.weights}
+    return {"rank": context.rank, "steps": seen.steps, "weights": seen.weights}
 
 
 def end_step(recorder: Any, result: Any) -> None:

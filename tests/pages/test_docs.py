@@ -22,7 +22,7 @@ import ringlab
 from bench import gpu
 from ring_doctor import __main__ as doctor
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.whole_models.model_mistakes import MISTAKES
+from ring_doctor.jobs.verdict import MISTAKES
 from ring_doctor.whole_models.whole_model import examine_model
 from ring_planner import command as planner
 from ringlab.basics import command
