@@ -22,6 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ring_planner.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
 from ringlab.ways.heads import check_split, heads_of_ranks
@@ -104,10 +105,11 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
     return ranks
 
 
-def shares(layer: AttentionLayer, ranks: int) -> list[AttentionLayer]:
+@lru_cache(maxsize=1024)  # each candidate of a plan asks for it
+def shares(layer: AttentionLayer, ranks: int) -> tuple[AttentionLayer, ...]:
     """The share of the layer that each rank has after the exchange: its query heads, and the K/V heads they need."""
     heads = zip(*heads_of_ranks(layer.heads, layer.kv_heads, ranks), strict=True)
-    return [replace(layer, heads=q.stop - q.start, kv_heads=k.stop - k.start) for q, k in heads]
+    return tuple(replace(layer, heads=q.stop - q.start, kv_heads=k.stop - k.start) for q, k in heads)
 
 
 def exchanged_bytes(

@@ -16,7 +16,6 @@ from bench import __main__ as command
 from bench import hosts, record, wires
 from bench.wires import knee, shares
 from ring_planner.hidden_communication import AttentionLayer, hidden_share
-from ringlab.support.processes import launch
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
 
 
@@ -47,7 +46,7 @@ def links():
     return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_allowed")
 def test_a_ring_over_two_nodes_is_full_attention():
     with hosts.hosts(2, RATE) as both:
@@ -142,9 +141,9 @@ def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_of_the_bench():
+def test_a_rank_of_the_bench(ranks):
     """Without two hosts: the ranks are processes of this one."""
-    row = launch(one_hop, 2)[0]
+    row = ranks(2, one_hop)[0]
     assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
     assert all(seconds > 0 for seconds in row.values())
     assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
@@ -156,11 +155,11 @@ def latents(context, factor):
         return wires.latents_in_turn(context, [16], heads=2, head_dim=8, rope=4, rank=16, repetitions=1)
 
 
-def test_a_rank_of_the_bench_of_latents():
-    (row,) = launch(latents, 2, 1.0)[0]
+def test_a_rank_of_the_bench_of_latents(ranks):
+    (row,) = ranks(2, latents, 1.0)[0]
     assert row["faster"] == row["heads"] / row["latents"]
-    with pytest.raises(RuntimeError, match="the ring of latents differs"):
-        launch(latents, 2, 1.01)
+    for raised in ranks.outcomes(2, latents, 1.01):
+        assert "the ring of latents differs" in raised.message
     row = {"rate": 1e8, "chunk": 9, "making": 2, "computing": 3, "hop": 15, "heads": 20, "latents": 10, "faster": 2}
     assert (
         "| 100 | 9 | 2000.0 | 3000.0 | 15000.0 | 20000.0 | 10000.0 | 2.00 | 2.00 |"

@@ -84,8 +84,8 @@ def test_a_collective_of_few_cards_by_hand():
 
 def test_copies_and_unequal_shares():
     """40 query heads on 16 ranks, with 8 K/V heads: 3 or 2 heads a rank, with the K/V head that they use."""
-    assert shares(AttentionLayer(40, 8, 1), 16) == [AttentionLayer(3, 1, 1), AttentionLayer(2, 1, 1)] * 8
-    assert shares(AttentionLayer(6, 3, 1), 2) == [AttentionLayer(3, 2, 1)] * 2  # heads 2 and 3 share a K/V head
+    assert shares(AttentionLayer(40, 8, 1), 16) == (AttentionLayer(3, 1, 1), AttentionLayer(2, 1, 1)) * 8
+    assert shares(AttentionLayer(6, 3, 1), 2) == (AttentionLayer(3, 2, 1),) * 2  # heads 2 and 3 share a K/V head
     host = Cluster(1, 2, 1, 1)
     # rank 0 sends 3 + 2·2 heads there and 3 back, of which the K/V heads are 4 though G = 3
     assert traffic("all-to-all", AttentionLayer(6, 3, 4), 8, host) == (64 * (3 + 4 + 3), 0)
