@@ -9,6 +9,7 @@ Before: watching.py. After: seen.py, what the ranks saw.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -143,10 +144,9 @@ def _who_waits(folder: Path, steps: int) -> str:
 def _failed(how: str, command: str, output: Path) -> CannotExamine:
     """How a job failed, with the first error that ended a rank, whole, and the lines before it; or its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    pairs = enumerate(zip(lines, [*lines[1:], ""], strict=True))
+    pairs = enumerate(itertools.pairwise([*lines, ""]))
     failed = [n for n, (line, after) in pairs if ERROR.match(line) and not HANDLED.match(after)]
     last = ([n for n in failed if not LOST_CONNECTION.search(lines[n])] or failed or [len(lines) - 1])[0]
-    tail = [f"\n  | {line:.160}" for line in lines[max(0, last - TAIL) : last]] + [
-        f"\n  | {x}" for x in lines[last:][:1]
-    ]
+    cut = [f"{line:.160}" for line in lines[max(0, last - TAIL) : last]]
+    tail = [f"\n  | {line}" for line in cut + lines[last:][:1]]
     return CannotExamine(f"the job {how}: {command}{''.join(tail)}")
