@@ -72,7 +72,6 @@ SLOW = (
 # These tests of the doctor start no processes, or few.
 QUICK = (
     "doctor_questions",
-    "doctor_inference",
     "doctor_mistakes_on_paper",
     "doctor_way_in",
     "doctor_in_ci",
