@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from random import Random
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
@@ -301,6 +302,11 @@ class Program(RuleBasedStateMachine):
             self.run(self.steps)
         except Exception as error:
             raise AssertionError("\n".join(["a program is wrong:", *map(repr, self.steps)])) from error
+
+
+def few_or_many(few, many):
+    """Parametrize a test by how many programs it draws."""
+    return pytest.mark.parametrize("programs", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
 def assert_programs(draw, programs, run, steps=12):

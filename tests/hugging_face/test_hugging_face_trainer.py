@@ -27,7 +27,7 @@ from ringlab.support.agreement import members
 from ringlab.support.processes import Ranks
 from tests.commands import ROOT
 from tests.concepts import MISSING
-from tests.every_way import assert_programs
+from tests.every_way import assert_programs, few_or_many
 
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
@@ -498,11 +498,7 @@ def run_uses(pool, P, steps):
     same(pool(P, used_on_rank, steps)[0], used_alone(tuple(steps)))
 
 
-def test_no_use_of_a_trainer_remembers_another(pool):
-    assert_programs(any_use, 6, partial(run_uses, pool, 2), steps=3)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("P", [2, 3])
-def test_no_use_of_a_trainer_remembers_any_other(pool, P):
-    assert_programs(any_use, 40, partial(run_uses, pool, P), steps=4)
+@pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@few_or_many(6, 40)
+def test_no_use_of_a_trainer_remembers_another(pool, P, programs):
+    assert_programs(any_use, programs, partial(run_uses, pool, P), steps=3)

@@ -20,7 +20,7 @@ from ringlab.ring.masks import Mask
 from ringlab.support.expect import attempt
 from ringlab.support.rounding import exact_attention
 from tests.attention import SEED, assert_right, dense, random_qkv
-from tests.every_way import assert_programs
+from tests.every_way import assert_programs, few_or_many
 from tests.mistakes import assert_refused
 from tests.models.test_generate import CONFIG, windowed
 
@@ -348,15 +348,10 @@ def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, P, passing, set
     run_conversations(ranks, P, passing, THREE, **settings)
 
 
-@pytest.mark.parametrize(("P", "passing"), [(2, "auto"), (3, "Q")])
-def test_no_conversation_remembers_another(ranks, P, passing):
-    assert_programs(any_turn, 12, partial(run_conversations, ranks, P, passing), steps=5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("P", "passing"), [(2, "Q"), (3, "KV"), (4, "auto")])
-def test_no_conversation_remembers_any_other(ranks, P, passing):
-    assert_programs(any_turn, 100, partial(run_conversations, ranks, P, passing), steps=5)
+@pytest.mark.parametrize(("P", "passing"), [(2, "auto"), (3, "Q"), pytest.param(4, "KV", marks=pytest.mark.exhaustive)])
+@few_or_many(12, 100)
+def test_no_conversation_remembers_another(ranks, P, passing, programs):
+    assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing), steps=5)
 
 
 def turn_refused(context, parts):
