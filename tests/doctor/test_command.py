@@ -29,17 +29,11 @@ TORCHRUN = f"{HERE}:right --quick"  # under torchrun, which sets WORLD_SIZE
 BAD = [  # what is typed, and the sentence
     (TORCHRUN, "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun"),
     ("nowhere:f", f"ring-doctor: {MODULE_NOT_FOUND}"),
-    (HERE, f"ring-doctor: '{HERE}:attention' cannot be imported"),
     (f"{HERE}:right --worlds 1,x", "argument --worlds: 'x' given, expected a whole number"),
-    (
-        f"{HERE}:right --shape 1,2,2,8",
-        r"shape is \(1, 2, 2, 8\); expected five whole numbers from 1 on: B, H, G, S, D",
-    ),
     (f"{HERE}:right --time-limit 0", "ring-doctor: --time-limit is 0; expected a number of seconds"),
     (f"{HERE}:right --json /nowhere/x.json", "expected a name ending in .json of a file, in a folder that exists"),
     (f"{HERE}:right --html x.htm", "'x.htm' given, expected a name ending in .html"),
     (f"{HERE}:right --model --quick", "a --model has no shorter way and is no ring of states"),
-    (f"--model {HERE}:no_arguments", "no_arguments cannot be called with a text alone"),
     ("", "ring-doctor: the following arguments are required: module:function"),
 ]
 

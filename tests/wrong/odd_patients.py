@@ -152,10 +152,6 @@ def sequence_first(q, k, v, causal=False):
     return out.permute(2, 0, 1, 3)
 
 
-def no_arguments():
-    return None
-
-
 def backward_once(q, k, v):
     """Each backward pass leaves its result in the buffer that the next one starts from."""
     return Accumulates.apply(ring_flash_attention(q, k, v))
