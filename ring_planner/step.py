@@ -132,10 +132,9 @@ class Step:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
         inside, gpu = gcd(self.cp, max(1, self.per_host // self.tp)), self.gpu
         forward, backward = gpu.rates(self.kernels, self.model.head_dim)
-        all_nics = gpu.nics or self.per_host
-        nics = min(all_nics, inside)
+        nics = min(gpu.nics or self.per_host, inside)
         # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
-        rate = min(self.per_host / all_nics, inside / nics) * gpu.host_bandwidth
+        rate = inside / nics * gpu.host_bandwidth
         ring = Cluster(self.cp // inside, inside, forward, gpu.bandwidth, rate, nics, gpu.memory_bandwidth)
         ring = replace(ring, backward_flops=backward, multiprocessors=gpu.multiprocessors)
         return ring if gpu.ideal else realistic(ring, gpu.host_share, gpu.bandwidth_share)
