@@ -97,13 +97,10 @@ def draw() -> Figure:
                 _bar(ax, event, y, 40, f"computes on KV{event.block}")
             elif event.rank == rank:
                 _bar(ax, event, y + 46, 30, f"{event.what}{event.block}")
-    y = TOP + P * LANE + 16
-    for line, text in enumerate(
-        (
-            "Follow block 0. Rank 1 computes on KV0 in round 1, begins the sums dKV0 and sends them on. They arrive",
-            "at rank 2 in round 2, while it computes on KV0. Rank 3 adds the third part and sends dKV0 home.",
-            "Meanwhile rank 0 computes its own part, which need not travel. No computing hides the first KV.",
-        )
-    ):
-        drawing.write(ax, 20, y + 24 * line, text)
+    said = (
+        "Follow block 0. Rank 1 computes on KV0 in round 1, begins the sums dKV0 and sends them on. They arrive",
+        "at rank 2 in round 2, while it computes on KV0. Rank 3 adds the third part and sends dKV0 home.",
+        "Meanwhile rank 0 computes its own part, which need not travel. No computing hides the first KV.",
+    )
+    shapes.lines(ax, 20, TOP + P * LANE + 16, said)
     return figure

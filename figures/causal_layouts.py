@@ -5,7 +5,6 @@ leaves, and the bars are `visible_pairs`. A round lasts as long as its busiest r
 """
 
 import textwrap
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -100,8 +99,9 @@ def draw(narrow: bool = False) -> drawing.Picture:
     key = rows + f"In each tile: the round (r − j) mod {P}"
     text = "The time of each rank; a round lasts until its busiest rank is done. Numbers: pairs. Hatched: waiting"
     if narrow:
-        _lines(ax, 34, title, 41, size=15, weight="bold")
-        _lines(ax, 88, f"{key}. Below: {text[0].lower()}{text[1:]}", 48, color=drawing.MUTED)
+        shapes.lines(ax, 20, 34, textwrap.wrap(title, 41), size=15, weight="bold")
+        below = textwrap.wrap(f"{key}. Below: {text[0].lower()}{text[1:]}", 48)
+        shapes.lines(ax, 20, 88, below, color=drawing.MUTED)
     else:
         drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
         drawing.write(ax, 20, 64, key, color=drawing.MUTED)
@@ -117,9 +117,3 @@ def draw(narrow: bool = False) -> drawing.Picture:
                 drawing.write(ax, 20, top + BARS + (BAR + 6) * rank + BAR / 2, f"rank {rank}", weight="bold")
             drawing.write(ax, 20, top + BARS - 14, "round", size=drawing.SMALL, color=drawing.MUTED)
     return figure
-
-
-def _lines(ax: Axes, y: float, text: str, width: int, **options: Any) -> None:
-    """Text in lines of `width` characters."""
-    for i, line in enumerate(textwrap.wrap(text, width)):
-        drawing.write(ax, 20, y + 24 * i, line, **options)

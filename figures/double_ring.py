@@ -130,15 +130,11 @@ def draw() -> drawing.Picture:
         drawing.write(ax, 20, middle - 12, "on the way", size=drawing.SMALL, color=drawing.MUTED)
         drawing.write(ax, 20, middle + 8, f"to host {host}", size=drawing.SMALL, color=drawing.MUTED)
     x, _ = cell(0, DEVICES)
-    for line, text in enumerate(
-        ("Nothing travels between the hosts in turn 1:", "each host has the blocks of both now.")
-    ):
-        drawing.write(ax, x, 388 + 24 * line, text)
+    shapes.lines(ax, x, 388, ("Nothing travels between the hosts in turn 1:", "each host has the blocks of both now."))
     below = (
         "Follow KV0. In turn 0 it goes round host 0. In round 0, rank 0 sends it to rank 4 as well.",
         "Rank 4 computes on it in round 4. So the network between the hosts has the time of 4 rounds for this hop.",
         "In a flat ring it would have the time of one round.",
     )
-    for line, text in enumerate(below):
-        drawing.write(ax, 20, 714 + 24 * line, text)
+    shapes.lines(ax, 20, 714, below)
     return figure

@@ -7,7 +7,7 @@ $ python -m figures.draw_all    # draws again
 from statistics import median
 
 import torch
-from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from bench import record
 from bench.memory import lengths as longest
@@ -214,19 +214,11 @@ def crossover() -> drawing.Picture:
             drawing.write(page, left, 156, f"{row['hosts']} hosts of {row['per_host']} ranks")
         drawing.write(page, left + 31, 182, f"{row['rate'] / 1e6:g}", ha="center", color=drawing.MUTED)
         for line, way in enumerate(WAYS):
-            fill = slower(each[way])
+            fill = shapes.mixed("#6B1231", min(1.0, each[way] - 1), "#F3E9EC")  # the darker, the slower
             shapes.box(page, left, 200 + 46 * line, 62, 40, fc=fill)
             look = {"ha": "center", "color": ink_on(fill), "weight": "bold" if each[way] == 1 else "normal"}
             drawing.write(page, left + 31, 220 + 46 * line, f"{each[way]:.2f}" if each[way] > 1 else "1", **look)
     return figure
-
-
-def slower(times: float) -> str:
-    """A colour, the darker the more times as long something takes: not that of a block."""
-    share = min(1.0, times - 1)
-    mixed = (share * dark + (1 - share) * pale for dark, pale in zip(to_rgb("#6B1231"), to_rgb("#F3E9EC"), strict=True))
-    red, green, blue = mixed
-    return to_hex((red, green, blue))
 
 
 def loss_curves() -> drawing.Picture:

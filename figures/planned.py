@@ -39,9 +39,9 @@ def flat_ring(yours: tuple[float, float] | None = None) -> drawing.Picture:
     axes = "share of a NIC's 50 GB/s that messages reach", "TFLOP/s that attention reaches"
     ax = shapes.numbers(figure, (0.09, 0.13, 0.86, 0.71), x=axes[0], y=axes[1])
     levels = [0.01, 10, 20, 30, 40, 50]
-    for level, shade in zip(levels, shades(len(levels)), strict=True):
+    for level, part in zip(levels, np.linspace(0.06, 0.45, len(levels)), strict=True):
         ratio = next(rate for rate in range(300, 4000) if 100 * waiting(1e12 * rate, 1.0) >= level)  # at a whole NIC
-        ax.fill_between([0.4, 1.0], [0.4 * ratio, ratio], 4000, color=shade, lw=0)
+        ax.fill_between([0.4, 1.0], [0.4 * ratio, ratio], 4000, color=shapes.mixed(COLOUR, part), lw=0)
         ax.plot([300 / ratio, 1000 / ratio], [300, 1000], color=drawing.MUTED, lw=1)
         at = min(1000 / ratio, 1.0) - 0.08
         look = {"ha": "center", "va": "center", "fontsize": 0.72 * drawing.TEXT, "color": drawing.INK}
@@ -53,12 +53,6 @@ def flat_ring(yours: tuple[float, float] | None = None) -> drawing.Picture:
         ax.annotate(text, (min(share, 0.94), rate / 1e12), (0, -11), textcoords="offset points", bbox=LABEL, **look)
     ax.set(xlim=(0.4, 1), ylim=(300, 1000), yticks=range(400, 1001, 100))
     return figure
-
-
-def shades(n: int) -> list[tuple[float, float, float]]:
-    """From nearly the page to a pale tone of COLOUR."""
-    page, full = (np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]) for colour in (drawing.PAGE, COLOUR))
-    return [tuple((1 - part) * page + part * full) for part in np.linspace(0.06, 0.45, n)]
 
 
 ROWS = {  # a name, and the kinds of bench/scoreboard.py in it

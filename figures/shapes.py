@@ -1,6 +1,6 @@
 """Shapes that the pictures of this folder and of the puzzles share: boxes, blocks, arrows, plain axes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,11 +11,21 @@ from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
 
+def mixed(dark: str, share: float, pale: str = drawing.PAGE) -> str:
+    """A colour between two: this share of the dark one."""
+    red, green, blue = (share * a + (1 - share) * b for a, b in zip(to_rgb(dark), to_rgb(pale), strict=True))
+    return to_hex((red, green, blue))
+
+
 def tint(block: int) -> str:
     """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
-    full, page = to_rgb(drawing.colour(block)), to_rgb(drawing.PAGE)
-    red, green, blue = (0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True))
-    return to_hex((red, green, blue))
+    return mixed(drawing.colour(block), 0.3)
+
+
+def lines(ax: Axes, x: float, y: float, texts: Iterable[str], **options: Any) -> None:
+    """Lines of text, one below the other; `options` go to matplotlib."""
+    for i, text in enumerate(texts):
+        drawing.write(ax, x, y + 24 * i, text, **options)
 
 
 def box(ax: Axes, x: float, y: float, width: float, height: float, **options: Any) -> None:
