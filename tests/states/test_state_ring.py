@@ -6,12 +6,11 @@ counted in ROUNDINGS. The short convolution is compared with conv1d.
 """
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringlab.ring.layouts import positions
@@ -110,14 +109,6 @@ def on_rank(context, problems):
     return [results_on_rank(problem, context.rank, context.world_size, context.device) for problem in problems]
 
 
-def in_group(context, members, problem):
-    group = dist.new_group(members)  # every rank of the job must call this
-    if context.rank not in members:
-        return None
-    problem = replace(problem, options={**problem.options, "group": group})
-    return results_on_rank(problem, members.index(context.rank), len(members))
-
-
 def results_on_rank(problem, rank, P, device="cpu"):
     (x, (d_out, d_last)), layout = problem.inputs, problem.options.get("layout", "contiguous")
     at = positions(layout, problem.tokens, rank, P)
@@ -187,12 +178,6 @@ def test_the_ring_of_states_is_the_loop(ranks, P):
     problems = list(problems_of(P))
     for problem, *of_ranks in zip(problems, *ranks(P, on_rank, problems), strict=True):
         assert_problem(problem, of_ranks)
-
-
-@pytest.mark.parametrize("way", state_ring.WAYS)
-def test_the_state_stays_in_its_group(ranks, way):
-    problem = Problem(8, options={"way": way})
-    assert_problem(problem, [it for it in ranks(4, in_group, [1, 2, 3], problem) if it])
 
 
 @pytest.mark.parametrize("size", [1, 5, 64])

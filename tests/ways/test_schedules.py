@@ -646,7 +646,7 @@ CHOICES = {
     "kv_heads": [1, 2, 4],
     "batch": [1, 2],
     "seed": range(3),
-    "way_of_states": ["hops", "gather"],
+    "way_of_states": [*state_ring.WAYS],
     "delta": [True, False],
 }
 
@@ -661,7 +661,8 @@ def any_call(P, program, random):
     way, mode, S = it["way"], it["mode"], it["tokens"]
     where, mask = it["mesh"] if way in ON_MESH else it["flat"], MASKS[S][it["mask"]]
     if way == "states":
-        options = {"layout": "contiguous" if it["layout"] == "contiguous" else "zigzag", "way": it["way_of_states"]}
+        contiguous = it["layout"] == "contiguous" or it["way_of_states"] == "scan"
+        options = {"layout": "contiguous" if contiguous else "zigzag", "way": it["way_of_states"]}
         told = {"documents": mask.get("documents"), "scale": it["scale"]}
         options |= {name: x for name, x in told.items() if x}
         kinds = {"options": options, "delta": it["delta"], "dtype": it["dtype"]}
