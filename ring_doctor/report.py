@@ -90,6 +90,7 @@ class Report:
             first = min(failed, key=lambda answer: (bool(answer.question.feature), answer.question.how != "plain"))
             feature, fine = first.question.feature, [answer.question for answer in answers if answer.state == OK]
             where = f"with {feature}" if feature else fine and separated(fine, [it.question for it in failed], 1)
+            where = "" if where and where.count(" or ") > 1 else where  # a list of ways says nothing
             fails = f"fails {where}: {first.says}" if where else f"fails: {first.says}"
             special = feature or first.question.how != "plain"  # a ring may lack it, and numbers count more
             if special and self.examination.wrong and (names or self.inference):

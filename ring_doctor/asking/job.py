@@ -20,8 +20,9 @@ from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
 from ring_doctor.asking.calls import WrongResult, ask_on_rank, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question, kind
-from ringlab.support.processes import Frame, LostRank, Raised, Ranks, own_frame, place
+from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
 
+PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
 START = 120.0  # seconds to import a library and to set it up
 LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question

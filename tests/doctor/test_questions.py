@@ -107,6 +107,7 @@ def test_nan_and_infinity_are_wrong(name, number, dtype):
     answer = judged(question, results)
     assert answer.state == WRONG
     assert set(answer.wrong) == {name}
+    assert answer.relative[name] == math.inf
     assert answer.ranks[name] == (2,)  # of six pieces of 3 tokens rank 2 has the tokens 6 to 8 and 9 to 11
 
 
