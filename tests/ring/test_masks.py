@@ -63,7 +63,7 @@ def test_any_staircase_is_cut(steps, width, largest):
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
 def test_documents_and_windows_may_be_of_any_kind_and_size(kind):
-    mask = Mask(True, kind([3, 5]), np.int64(2**62), 2**70)
+    mask = Mask(True, kind([3, 5]), np.int64(2**62), np.int32(2**30))
     assert (mask.documents, type(mask.documents[0]), mask.window) == ((3, 5), int, 2**62)
     (first, end), (no_key, begin) = Mask(True, kind([3, 5]), 2**70, 2**70).visible_keys(torch.arange(8), 8)
     assert (first.tolist(), end.tolist()) == ([0, 0, 0, 3, 3, 3, 3, 3], list(range(1, 9)))
