@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebooks.source.checks.softmax_and_blocks import PeakMemory
+from notebooks.source.checks.softmax_and_blocks import Peak
 from ringlab.basics import blockwise_attention as module
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import accumulation_dtype, naive_attention
@@ -178,7 +178,7 @@ def test_causal_skips_the_blocks_in_the_future(block_size):
 def test_no_square_of_scores_is_made():
     B, H, S, D, block_size = 2, 3, 96, 4, 8
     q, k, v = random_qkv((B, H, S, D))
-    with PeakMemory(k[0, 0], v[0, 0]) as seen:
+    with Peak((q, k, v)) as seen:
         blockwise_attention(q, k, v, block_size=block_size, causal=True)
     assert seen.most < B * H * S * S * q.itemsize / 2
 
