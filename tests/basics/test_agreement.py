@@ -476,14 +476,15 @@ def test_a_group_that_is_not_the_first_ranks_says_its_own_numbers(ranks):
 
 
 def two_kinds(context):
-    """Two messages of rank 0 in two parts each, which arrive by turns: one of facts, one of a flag."""
+    """Two messages of rank 0 in two parts each, which arrive by turns: facts and a flag; then one of a full part."""
     inbox, parts = inbox_of_job(), [b"a" * LONGEST, b"b" * LONGEST, b"c", b"d"]
     if context.rank == 0:
         for i, part in enumerate(parts):
             os.write(inbox.sink(1), HEAD.pack(7 * (i % 2), 0, i > 1, len(part)) + part)
+        inbox.send(FACTS, 1, parts[0])
         return None
-    found = [inbox.wait(kind, 0, timedelta(seconds=60)) for kind in (FACTS, 7)]
-    return found == [parts[0] + parts[2], parts[1] + parts[3]]
+    found = [inbox.wait(kind, 0, timedelta(seconds=60)) for kind in (FACTS, 7, FACTS)]
+    return found == [parts[0] + parts[2], parts[1] + parts[3], parts[0]]
 
 
 @pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
