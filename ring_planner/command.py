@@ -138,9 +138,11 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     for name, plan in free[:2]:
         print(f"with {name:<34} fits: {plan.name}, {digits(plan.held / GIB)} GiB")
     hosts = hosts_that_hold(step, wish)
-    more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else f"nor on {MOST:,} GPUs{wish.words()}"
-    first = f"change first: {free[0][0]}; or " if free else ""
-    say("advice", f"does not fit; {first}{more}")
+    first = f"; change first: {free[0][0]}" if free else ""
+    if hosts:
+        say("advice", f"does not fit{first}; it fits on {hosts} hosts of {step.per_host}")
+    else:
+        say("advice", f"does not fit, nor on more hosts, up to {MOST:,} GPUs{wish.words()}{first}")
 
 
 def simplest_first(ranked: Sequence[Plan]) -> list[Plan]:

@@ -197,7 +197,7 @@ class Wish:
 def candidates(step: Step, wish: Wish) -> Iterator[Plan]:
     """Every way to share the step that is possible, whether it fits or not."""
     again = [wish.recompute] if wish.recompute else list(RECOMPUTE)
-    for tp in [wish.tp] if wish.tp else divisors(step.per_host):
+    for tp in [wish.tp] if wish.tp else divisors(step.gpus):
         if step.model.heads % tp or step.gpus % tp or max(step.per_host, tp) % min(step.per_host, tp):
             continue
         for cp in [wish.cp] if wish.cp else divisors(step.gpus // tp):

@@ -70,6 +70,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     "--model deepseek-v3.2 --gpu h800 --hosts 64 --seq-len 131072 --optimizer adam8bit --loss pieces --tp 8",
     "--model mixtral-8x7b --gpu a100 --hosts 4 --per-host 4 --seq-len 65536 --trainable 0.01",
     "--model llama-3.1-405b --gpu rtx-4090 --seq-len 131072",
+    "--model llama-3.1-405b --gpu h100 --hosts 2 --seq-len 8192 --task prefill --tp 8",
 ]
 
 
@@ -105,6 +106,22 @@ def test_the_best_fits_and_none_that_fits_is_faster():
     for of_loss, peak in ((1e9, "a layer at work"), (3e9, "loss")):  # beside a layer 0.9 GB more are gathered
         with mock.patch.multiple(memory, loss_bytes=lambda _, size=of_loss: size, layer_at_work=lambda _: 0.7e9):
             assert peak in step_bytes(HOST)
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        ("--model deepseek-v3 --gpu h200 --task prefill", {16}),
+        ("--model llama-3.1-405b --gpu h100 --task prefill --seq-len 8192", {16}),
+        ("--model llama-3.1-405b --gpu h100 --seq-len 8192", set()),
+    ],
+)
+def test_each_tp_that_fits_is_found(words, fits):
+    """On two hosts of 8, a tp beyond a host too; where none was found, none that is asked for fits."""
+    step, _ = command.request_of(request_options([*words.split(), "--hosts", "2"]))
+    by_tp = {tp: longest(step, Wish(tp=tp)) for tp in (1, 2, 4, 8, 16)}
+    assert {tp for tp, most in by_tp.items() if most} == {each.step.tp for each in best(step, FREE)} == fits
+    assert longest(step, FREE) == max(by_tp.values())
 
 
 def test_a_change_is_asked_and_its_gain_is_the_planners():
