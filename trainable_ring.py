@@ -3,7 +3,6 @@
 P ranks share S tokens. Each keeps its C = S/P queries; K and V go round. In round t rank r has block j = (r - t) mod P,
 the K and V of rank j, and block j - 1 is on its way. In the backward pass the sums of dK and dV follow their block one
 round later, and a rank's own block comes last. Either way P - 1 hops are enough. Source: Liu et al., arXiv 2310.01889.
-
     torchrun --nproc_per_node=4 trainable_ring.py  # trains one layer, and compares it with one process
     at = positions("zigzag", S, rank, P)  # this rank's tokens: to cut the sequence, and for rotary angles
     out = ring_attention(q, k, v, causal=True, layout="zigzag")  # its q and out (B, H, C, D), k and v (B, G, C, D)
@@ -104,11 +103,12 @@ def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
     (B, H, C, D), G, n = (*q.shape, 1, 1, 1, 1)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(layout)
     right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
-    word = hash(tuple(f"{[(x.shape, x.dtype, x.requires_grad) for x in (q, k, v)]} {bool(causal)} {n}".encode()))
+    call = f"{[(*x.shape, x.dtype, x.requires_grad) for x in (q, k, v)]}, causal={bool(causal)}, {layout}"
+    word = hash(tuple(call.encode()))  # a number that is alike on all ranks, as the hash of a text is not
     dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
     if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or both.sum() != 0:
-        wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, even C in zigzag, alike on all"
-        raise ValueError(f"expected {wanted}; got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}, {layout}, or another rank")
+        wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, contiguous or zigzag of even C"
+        raise ValueError(f"expected {wanted}, alike on all ranks; got {call} here")
     wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
     with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits
         return Ring.apply(wide, k, v, causal, layout, group).flatten(1, 2).to(q.dtype)

@@ -12,7 +12,7 @@ from bench import gpu, record, retrieval, speed, wires  # noqa: F401  each names
 from bench.record import BENCHES
 
 PAGE = record.ROOT / "bench/README.md"
-PEERS = {  # a row of the trainable ring's table: its case, the ring with messages and in shared memory
+PEERS = {  # a row of the full ring's table: its case, the ring with messages and in shared memory
     "forward": (speed.FORWARD, speed.FULL, speed.MEMORY),
     "causal forward, zigzag": (speed.CAUSAL, speed.ZIGZAG, speed.ZIGZAG_MEMORY),
     "causal forward and backward, zigzag": (speed.TRAIN, speed.ZIGZAG, speed.ZIGZAG_MEMORY),
@@ -47,7 +47,7 @@ def how_fast() -> str:
     most = [max(max(row["peak_bytes"]) for row in peer["rows"] if row["shared"] == shared) for shared in (False, True)]
     learned = f"{alive:.2f} chunks alive with {worlds} ranks, {kept:.1f} with what the allocator keeps"
     rows = [["`ring_attn.py`", f"{speed.speed_of_ring(own, 2, speed.RING):.2f}", "blockwise attention", learned]]
-    for i, name in enumerate(("the trainable ring", "the same in shared memory")):
+    for i, name in enumerate(("the full ring", "the same in shared memory")):
         speeds = [of_row[i] for of_row in cells]
         fused = f"{min(speeds):.2f} to {max(speeds):.2f}", "PyTorch's fused attention"
         rows.append([name, *fused, f"{most[i] / chunk:.1f} chunks, in training"])

@@ -1,4 +1,4 @@
-"""What travels when in the backward pass of the trainable ring: sums of gradients arrive one round after their block.
+"""What travels when in the backward pass of the full ring: sums of gradients arrive one round after their block.
 
 Drawn from ringlab/ring/flash_ring.py's own `flash_backward`, which P threads run here as P ranks. Each has a clock
 that only computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their

@@ -1,6 +1,6 @@
 """Ring Attention, step by step: the names that most people come for. Each is loaded when it is first used.
 
-from ringlab import ring_flash_attention        the trainable ring
+from ringlab import ring_flash_attention        the full ring
 from ringlab import ring_latent_attention       a ring of latents (MLA); choose_keys, for sparse attention (DSA)
 from ringlab import ring_linear_attention       linear attention in a ring of states; its ring_short_convolution
 from ringlab import positions, shard, unshard   which tokens a rank has

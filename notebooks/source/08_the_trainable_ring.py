@@ -41,7 +41,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## The failure
 #
-# The rings of chapters 4 to 7 are right, but each lacks a mask, gradients or overlap. Public rings went wrong where these were put together.
+# The rings of chapters 4 to 7 are right, but each lacks a part: a mask, gradients or overlap. Mistakes appear where the parts meet.
 # So here is the whole file on 4 processes, seven times: as it is, and with one line changed. The table shows
 # the error of the output and of each gradient, as a share of its norm.
 
@@ -151,7 +151,8 @@ print_source(ring.Ring.backward)
 #
 # A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, gradients wanted, mask and
 # layout: a hash of bytes, for Python's hash of a text differs between processes. One `all_reduce` finds the largest and the smallest. If
-# they differ, every rank raises the error. The GPU waits for it: leave it out when your calls cannot differ. The sums are float32 at least, also under autocast.
+# they differ, every rank raises the error. A GPU waits for the `all_reduce`. When your calls cannot differ, leave out its line, the line before, and
+# `or both.sum() != 0`. The sums are float32 at least, also under autocast.
 
 # %%
 print_source(ring.ring_attention)
@@ -232,7 +233,7 @@ for name, factor in (
 #
 # <details><summary>Which line makes the messages hidden, and which hop is not hidden?</summary>
 #
-# `arrive = hop(kv, group)` stands before `yield`. In the backward pass the first hop has no block to hide behind: the own block comes last.
+# `arrive = hop(kv, group)` stands before `yield`. In the backward pass the first hop is not hidden: it begins and ends before any block is computed, for the own block comes last.
 # </details>
 #
 # <details><summary>The forward pass of a block needs no lse but its own. Why must the backward pass get the lse of the whole row?</summary>

@@ -24,7 +24,7 @@ step instead of twice, 3 · (P-1) hops. The gradients make P-1 hops as before.
     ok    with activation checkpointing: loss 5.5722, off by 0.0e+00, gradients by 6.8e-16, 12 hops
     ok    three linear layers, one of attention: loss 5.5485, off by 0.0e+00, gradients by 3.4e-15, 9 hops
 
-Before: ../ring/flash_ring.py, the trainable ring. After: mesh.py, which shares out the weights too.
+Before: ../ring/flash_ring.py, the full ring. After: mesh.py, which shares out the weights too.
 Source: Liu & Abbeel 2023 (Blockwise Parallel Transformer), section 3, and Liu et al. 2024, section 3; Touvron et al.
 2023 (LLaMA), section 2.2; Yang et al. 2025 (Gated DeltaNet), section 3.3, for the linear layer.
 """

@@ -1,1 +1,1 @@
-"""The trainable ring, one idea a file. README.md beside this file lists them in reading order."""
+"""The full ring, one idea a file. README.md beside this file lists them in reading order."""

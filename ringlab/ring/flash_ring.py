@@ -1,4 +1,4 @@
-"""The trainable ring: exact, differentiable, balanced under a causal mask, grouped, overlapped, on fused kernels.
+"""The full ring: exact, differentiable, balanced under a causal mask, grouped, overlapped, on fused kernels.
 
     forward     for every K_j, V_j that arrives:    (out, lse) = merge((out, lse), kernel(Q, K_j, V_j))
     backward    for every K_j, V_j that arrives:    dQ += dQ_j; wait for this block's dK, dV; add to them; send them on

@@ -138,7 +138,7 @@ def _peak(tensors, sums, wide=None):
     )
 
 
-check_peak_memory_backward = Exercise(  # bytes that a device of the trainable ring holds in the backward pass
+check_peak_memory_backward = Exercise(  # bytes that a device of the full ring holds in the backward pass
     right=_peak((4, 8), (1, 4)),
     wrong={
         "the sums are float32 at least: 4 bytes, or 8": lambda H, G, C, D, w: (5 * H + 12 * G) * w * C * D,
