@@ -176,50 +176,43 @@ def test_the_line_of_a_function():
 
 
 def asked(how):
-    """The jobs of an examination of `right`, whose ranks answer everything rightly, at once; and all cases."""
-    made, asked = [], []
+    """What an examination of `right` asks, whose ranks answer rightly at once: seeds, ranks, seconds; is it quick?"""
+    made, cases = [], []
 
     class Answers(Job):
         def __init__(self, patient, size, seconds, device):
             super().__init__(patient, size, seconds, device)
-            self.ready, self.device = True, device
-            made.append(self)
+            self.ready = True
+            made.append((seconds, device))
 
         def ask(self, question):
-            asked.append(question.case)
+            cases.append(question.case)
             return Answer(question, OK)
 
     with mock.patch.object(examination, "Job", Answers):
         how()
-    return made, asked
+    return {case.seed for case in cases}, {case.world_size for case in cases}, {*made}, len(cases) < 100
 
 
-def by_command(*options):
-    return lambda: command.run(parse([RIGHT_RING, *options]))
-
-
-def all_are(name, *values):
-    return lambda jobs, cases: {getattr(case, name) for case in cases} == set(values)
-
-
-OPTIONS = {  # by option: the same as an argument of assert_ring, and what it changes in jobs and cases
-    "--seed=3": ({"seed": 3}, all_are("seed", 3)),
-    "--time-limit=7": ({"seconds": 7.0}, lambda jobs, cases: {job.seconds for job in jobs} == {7.0}),
-    "--device=cuda": ({"device": "cuda"}, lambda jobs, cases: {job.device for job in jobs} == {"cuda"}),
-    "--worlds=2,3": ({"worlds": (2, 3)}, all_are("world_size", 2, 3)),
-    "--quick": ({"quick": True}, lambda jobs, cases: len(cases) < 100),
+OPTIONS = {  # of the command, and of assert_ring; what is asked
+    "": ({"device": "auto"}, ({0}, {1, 2, 3, 4, 5}, {(10.0, "auto")}, False)),
+    "--seed=3 --time-limit=7 --device=cuda": (
+        {"seed": 3, "seconds": 7.0, "device": "cuda"},
+        ({3}, {1, 2, 3, 4, 5}, {(7.0, "cuda")}, False),
+    ),
+    "--worlds=2,3 --quick": (
+        {"worlds": (2, 3), "quick": True, "device": "auto"},
+        ({0}, {2, 3}, {(10.0, "auto")}, True),
+    ),
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_reaches_the_questions(option):
-    """And without it things are otherwise, so that an option that is ignored is seen."""
-    claims, seen = OPTIONS[option]
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_option_reaches_the_questions(options):
+    claims, expected = OPTIONS[options]
     with mock.patch.object(command, "choose_device"), mock.patch.object(processes, "choose_device"):  # there is no GPU
-        assert seen(*asked(by_command(option)))
-        assert not seen(*asked(by_command()))
-        assert seen(*asked(lambda: assert_ring(odd_patients.right, **claims)))
-        assert not seen(*asked(lambda: assert_ring(odd_patients.right)))
+        assert asked(lambda: command.run(parse([RIGHT_RING, *options.split()]))) == expected
+        assert asked(lambda: assert_ring(odd_patients.right, **claims)) == expected
 
 
 def test_the_device_is_looked_for_before_any_rank_starts():

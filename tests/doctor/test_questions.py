@@ -157,15 +157,20 @@ def test_faults_and_lost_gradients():
         assert answer.relative[name] == pytest.approx(1.0)
 
 
-def in_float32(case):
-    """The results of a ring that computes in float32: full attention by torch, which rounds its inputs too."""
+def of_torch(case, *, autocast=False):
+    """Attention in torch's steps, for float32 tensors; each gradient in its tensor's dtype."""
     q, k, v, d_out = (x.float() for x in case.whole())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
-    out = scores.softmax(dim=-1) @ v
-    found = torch.autograd.grad(out, leaves, d_out)
-    results = dict(zip(NAMES, (out, scores.logsumexp(dim=-1), *found), strict=True))
-    return {name: x.detach().double() for name, x in results.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
+        out = scores.softmax(dim=-1) @ v
+    found = torch.autograd.grad(out, leaves, d_out.to(out.dtype))
+    return {name: x.detach() for name, x in zip(NAMES, (out, scores.logsumexp(dim=-1), *found), strict=True)}
+
+
+def in_float32(case):
+    """The results of a ring that computes in float32, and rounds its inputs too."""
+    return {name: x.double() for name, x in of_torch(case).items()}
 
 
 @given(st.integers(0, 10**6), st.sampled_from(MASKS), st.sampled_from([4, 64]))
@@ -209,28 +214,17 @@ def test_views_have_another_d_out():
 AUTOCAST = Question(Case(3, 18, True, dtype=torch.bfloat16), "autocast")
 
 
-def of_torch(case, *, enabled=True):
-    """Attention in torch's steps under autocast, for float32 tensors; each gradient in its tensor's dtype."""
-    q, k, v, d_out = (x.float() for x in case.whole())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
-        out = scores.softmax(dim=-1) @ v
-    found = torch.autograd.grad(out, leaves, d_out.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), found, strict=True))}
-
-
 @given(st.integers(0, 10**6), st.sampled_from(MASKS), st.sampled_from([4, 64]), st.booleans())
-def test_steps_of_torch_under_autocast_are_right(seed, mask, head_dim, enabled):
+def test_steps_of_torch_under_autocast_are_right(seed, mask, head_dim, autocast):
     question = Question(Case(3, 18, *mask, head_dim=head_dim, dtype=torch.bfloat16, seed=seed), "autocast")
-    answer = judged(question, of_torch(question.case, enabled=enabled))
+    answer = judged(question, of_torch(question.case, autocast=autocast))
     assert answer.state == OK, answer.wrong
 
 
 def test_mistakes_under_autocast_are_seen():
     """A mask forgotten, a gradient lost, two blocks added up."""
-    results = of_torch(AUTOCAST.case)
-    unmasked = of_torch(replace(AUTOCAST.case, causal=False))
+    results = of_torch(AUTOCAST.case, autocast=True)
+    unmasked = of_torch(replace(AUTOCAST.case, causal=False), autocast=True)
     for name, x in results.items():
         assert set(judged(AUTOCAST, results | {name: unmasked[name]}).wrong) == {name}
         assert set(judged(AUTOCAST, results | {name: 2 * x}).wrong) == {name}
@@ -250,7 +244,7 @@ def test_sums_in_16_bits_under_autocast_alone_are_right_if_plain_attention_is_no
     answers.append(judged(Question(sums, "autocast"), rounded))
     if times:
         exact = {name: right.exact for name, right in usual.right().items()}
-        found = {name: exact[name] + times * (x - exact[name]) for name, x in of_torch(usual).items()}
+        found = {name: exact[name] + times * (x - exact[name]) for name, x in of_torch(usual, autocast=True).items()}
         answers.append(judged(AUTOCAST, {name: x.float() for name, x in found.items()}))
     said = Examination(patient_of(ring_flash_attention), answers).compared_under_autocast()
     assert (answers[1].state, said) == (state, [PRODUCTS] if state == OK else [])

@@ -212,9 +212,9 @@ def test_the_doctor_finds_what_the_table_says(name):
         assert set(LINES[name].get("mistake", [])) <= found
 
 
-@pytest.mark.parametrize("name", with_marks({"megatron_core": find_spec("megatron"), "torch_all_gather": True}))
+@pytest.mark.parametrize("name", with_marks({"megatron_core": find_spec("megatron")}))
 def test_a_reproduction_shows_its_mistake(name, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", FINDINGS / f"{name}.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "relative error" in done.stdout or "WRONG" in done.stdout  # it ended by its own verdict
+    assert "relative error" in done.stdout  # it ended by its own verdict
