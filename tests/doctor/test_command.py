@@ -30,7 +30,7 @@ BAD = [  # what is typed, and the sentence
     (TORCHRUN, "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun"),
     ("nowhere:f", f"ring-doctor: {MODULE_NOT_FOUND}"),
     (f"{HERE}:right --worlds 1,x", "argument --worlds: 'x' given, expected a whole number"),
-    (f"{HERE}:right --time-limit 0", "ring-doctor: --time-limit is 0; expected a number of seconds"),
+    *((f"{HERE}:right --time-limit {n}", f"--time-limit is {n}; expected a number of seconds") for n in ("0", "inf")),
     (f"{HERE}:right --json /nowhere/x.json", "expected a name ending in .json of a file, in a folder that exists"),
     (f"{HERE}:right --html x.htm", "'x.htm' given, expected a name ending in .html"),
     (f"{HERE}:right --model --quick", "a --model has no shorter way and is no ring of states"),
