@@ -1,8 +1,8 @@
 """ring-plan: what a cluster will do with a long sequence, before you rent it. One request, one answer.
 
     the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
-    bottleneck             the largest term
-    evidence               what the seconds rest on, and the interval of nine in ten
+    bottleneck             the largest term of the way that is advised first
+    evidence               what its seconds rest on, and their interval
     advice                 the simplest of the ways that are as fast, within 7 %, and the fastest
 
 --help names the unit of each option. All results are modelled, not measured.
@@ -64,22 +64,24 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     if not ranked:
         show_what_is_missing(step, wish)
         return False
-    print(f"    tokens/s a GPU  seconds     GiB  way; --help explains the words; GiB with a reserve of {RESERVE:.1%}")
-    rings = [plan for plan in ranked if plan.name.startswith("ring")]
-    always = (*rings[:1], *simplest_first(ranked)[:1])  # the best ring, and what is advised
+    order = -1 if step.task == "prefill" else 1  # the column comes first by which ways are sorted
+    first, second = ("tokens/s a GPU", "seconds")[::order]
+    about = f"way; --help explains the words; GiB with a reserve of {RESERVE:.1%}"
+    print(f"    {first:>14} {second:>14}  sequences     GiB  {about}")
+    rings, advised = [plan for plan in ranked if plan.name.startswith("ring")], simplest_first(ranked)[0]
+    always = (*rings[:1], advised)
     for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in always]:
-        speed, time = (digits(each, plan.digits) for each in (plan.speed, plan.seconds))
-        print(f"    {speed:>14} {time:>8} {digits(plan.held / GIB):>7}  {plan.name}")
-    first = ranked[0]
-    name, seconds = max(first.terms.items(), key=lambda term: term[1])
-    shares = ", ".join(
-        f"{term} {digits(s, first.digits)}" for term, s in first.terms.items() if s > 0.005 * first.seconds
-    )
-    say("seconds", f"{shares}; {first.utilisation:.0%} of the bf16 peak (MFU)")
-    say("bottleneck", f"{name}, {seconds / first.seconds:.0%} of the time")
-    say("GiB of a GPU", memory_of(first))
-    say("evidence", *evidence_of(first))
-    say("not counted", *agreements_of(first))
+        first, second = [digits(each, plan.digits) for each in (plan.speed, plan.seconds)][::order]
+        print(f"    {first:>14} {second:>14} {plan.at_once:>10,} {digits(plan.held / GIB):>7}  {plan.name}")
+    say("advised", advised.name)
+    name, seconds = max(advised.terms.items(), key=lambda term: term[1])
+    terms = [(term, s) for term, s in advised.terms.items() if s > 0.005 * advised.seconds]
+    shares = ", ".join(f"{term} {digits(s, advised.digits)}" for term, s in terms)
+    say("seconds", f"{shares}; {advised.utilisation:.0%} of the bf16 peak (MFU)")
+    say("bottleneck", f"{name}, {seconds / advised.seconds:.0%} of the time")
+    say("GiB of a GPU", memory_of(advised))
+    say("evidence", *evidence_of(advised))
+    say("not counted", *agreements_of(advised))
     if model.latents and rings:
         say("latents", *rings[0].latents())
     if model.experts:
@@ -91,19 +93,19 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     widest = max((plan.step.cp for plan in flat), default=1)
     flat = [plan for plan in flat if plan.step.cp == widest][:1]  # the best
     say("advice", *advice(ranked))
-    say("one sequence on all", *(advice(on_all) if first not in on_all else []))
+    say("one sequence on all", *(advice(on_all) if ranked[0] not in on_all else []))
     say("the flat ring", *(told(plan) for plan in flat if NEAR * plan.merit < on_all[0].merit))
     return True
 
 
 def evidence_of(answer: Plan) -> list[str]:
-    """What the seconds rest on, and between what they lie nine times in ten."""
+    """What the seconds rest on, and their interval."""
     if answer.waits_for_the_host:
         return ["not graded: layers are so short that GPUs wait for their hosts; expect longer times"]
     if answer.interval is None:
         return [f"{answer.evidence}: no step of this kind was measured on such a GPU"]
     low, high, rows = answer.interval
-    between = f"{digits(low)} to {digits(high)} s, nine times in ten"
+    between = f"{digits(low)} to {digits(high)} s, a 90% interval"
     if not (known := answer.step.known):
         return [f"{answer.evidence}: {between}", HELD]
     alone = ["one step hardly tells messages from computing; give another --known"] if rows == 1 else []
@@ -134,7 +136,7 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
         return
     say("nearest", f"{nearest.name}: {digits(nearest.held / GIB)} GiB")
     say("GiB of a GPU", memory_of(nearest))
-    free = [(name, plan) for _, name, plan in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
+    free = [(name, plan) for _, name, plan in gains(step, wish) if name.startswith("--")]
     for name, plan in free[:2]:
         print(f"with {name:<34} fits: {plan.name}, {digits(plan.held / GIB)} GiB")
     hosts = hosts_that_hold(step, wish)

@@ -28,7 +28,9 @@ MOST = 16_384  # GPUs of a plan
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
 NOUNS = {"train": "step", "prefill": "prefill"}  # of a task
-HELD = "tested on 81 published times, their publisher left out: 70 fell into such an interval"  # bench/scoreboard.py
+HELD = (
+    "tested on 81 published times, their publisher left out: 70 (86%) fell into such an interval"  # bench/scoreboard.py
+)
 
 
 def digits(number: float, count: int = 3) -> str:
@@ -225,7 +227,7 @@ def longest(step: Step, wish: Wish) -> int:
 
 
 def changes(step: Step) -> dict[str, Step]:
-    """What could be changed, and the step with the change."""
+    """What could be changed, an option if there is one, and the step with the change."""
     gpu = step.gpu
 
     def twice(what: str) -> Step:
@@ -235,15 +237,15 @@ def changes(step: Step) -> dict[str, Step]:
     if not gpu.ideal:
         changed["memory twice as fast"] = twice("memory_bandwidth")
     if step.task == "train":
-        changed["twice the batch"] = replace(step, batch=2 * step.batch)
+        changed[f"--batch {2 * step.batch}"] = replace(step, batch=2 * step.batch)
         if step.loss == "whole":
-            changed["the loss in pieces"] = replace(step, loss="pieces")
+            changed["--loss pieces"] = replace(step, loss="pieces")
         if step.optimizer == "adam":
-            changed["8-bit Adam"] = replace(step, optimizer="adam8bit")
+            changed["--optimizer adam8bit"] = replace(step, optimizer="adam8bit")
     if step.hosts > 1:
         changed["NICs twice as fast"] = twice("host_bandwidth")
     if step.linear_dtype != "fp8" and "fp8" in gpu.peak:
-        changed["FP8 products"] = replace(step, linear_dtype="fp8")
+        changed["--linear-dtype fp8"] = replace(step, linear_dtype="fp8")
     return changed
 
 

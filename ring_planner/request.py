@@ -30,7 +30,13 @@ WORDS = """words of an answer:
                  FSDP: messages that nothing hides; MFU: the model's FLOP/s over the peak
   GiB of a GPU   state: weights and what the optimizer holds; gathered: weights that FSDP brings; activations: what
                  layers keep; loss, a layer at work: what is alive at the peak; reserve: the error of this count
+  longest        context that fits by any way; in training with recompute full, unless another is given
+  nearest        where no way fits, the one that takes the fewest bytes
+  sequences      that all GPUs compute in these seconds; one sequence on all: the advice where all of them share one
+  advised        the simplest way of the advice; seconds, bottleneck, GiB of a GPU and evidence are its own
   evidence       published steps of the same task, kernels and number of hosts, on the same GPU or others too
+  not counted    what the seconds lack: before each pass of a layer all ranks agree to go on
+  with ...       what one change gains: the fastest way then against the fastest now
   advice         ways that differ by less than the planner errs tie; the simplest of them is named first"""
 KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
 recompute and way as in this plan unless given. A second one with other tp, cp or hosts tells messages from computing"""

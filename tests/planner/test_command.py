@@ -83,6 +83,17 @@ def test_the_planner_answers_as_before(words):
     assert answered(words) in ANSWERS.read_text()
 
 
+def test_seconds_and_gib_are_of_the_advised_way():
+    """As printed, with two digits or three: what is named adds up to what the advice says first."""
+    words = r"\nadvised +(.*)\nseconds +(.*);.*\nbottleneck.*\nGiB of a GPU +(.*)\n"
+    parts = re.findall(words, ANSWERS.read_text())
+    advice = re.findall(r"\nadvice .*?: ([^:]+): .* a GPU, (\S+) s, (\S+) GiB", ANSWERS.read_text())
+    assert len(parts) == len(advice) > 10
+    for (name, seconds, gib), (advised, *told) in zip(parts, advice, strict=True):
+        sums = [sum(map(float, re.findall(r" ([\d.]+)(?:,|$)", each))) for each in (seconds, gib)]
+        assert (name, sums) == (advised, pytest.approx([*map(float, told)], rel=0.06)), name
+
+
 def test_every_way_to_share_a_host_is_tried():
     tried = [(each.step.cp, each.step.tp, each.step.recompute) for each in candidates(HOST, FREE)]
     pairs = [(cp, tp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if cp * tp <= 8]
@@ -128,7 +139,7 @@ def test_a_change_is_asked_and_its_gain_is_the_planners():
     ranked = gains(HOST, FREE)
     assert {name for _, name, _ in ranked} == set(changes(HOST))
     by_hand = best(replace(HOST, linear_dtype="fp8"), FREE)[0].speed / best(HOST, FREE)[0].speed
-    assert dict((name, gain) for gain, name, _ in ranked)["FP8 products"] == by_hand > 1.05
+    assert dict((name, gain) for gain, name, _ in ranked)["--linear-dtype fp8"] == by_hand > 1.05
     assert changes(replace(HOST, hosts=2))["NICs twice as fast"].gpu.host_bandwidth == 2 * HOST.gpu.host_bandwidth
 
 
