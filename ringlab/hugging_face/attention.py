@@ -32,7 +32,7 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from ringlab.hugging_face.batch import refuse
     from ringlab.hugging_face.latents import attend_to_latents
-    from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, PlainCausal, window_of
+    from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, PlainCausal, asked_mask, window_of
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
@@ -71,8 +71,14 @@ class LayerAttention:
     where: ContextParallel
     rank: int = 0
     world_size: int = 1
+    rows: bool = False  # whether layers take rows of their mask, for an indexer
     proved: Proved = Proved()
     now: Pass = field(default_factory=Pass)  # in hand, or the last one
+
+    def mask(self, **asked: Any) -> Asked:
+        """`asked_mask`, in this forward pass."""
+        mask = asked_mask(**asked)
+        return PlainCausal(self.now.documents) if mask is None and self.rows else mask
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any

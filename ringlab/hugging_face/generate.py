@@ -54,7 +54,7 @@ with extra("hf", __name__):
 from ringlab.hugging_face.attention import LayerAttention, Pass
 from ringlab.hugging_face.batch import checksum, checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
-from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, asked_mask
+from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.seam import give, indexers, linear_layers, other_methods, registered, take
 from ringlab.hugging_face.use import BY_LENGTH, unwrapped
@@ -204,7 +204,7 @@ def spread_generation(
     where = placed(mesh_or_group, layout)
     where = replace(where, mesh_or_group=flat_group(where.mesh_or_group))
     spread = SpreadGeneration(where, *where.place)
-    name = registered(spread.attend, asked_mask)
+    name = registered(spread)
     spread.proved = prove(model, spread, name)
     give(model, generate=partial(spread.generate, model, name))
     try:

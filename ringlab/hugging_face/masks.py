@@ -70,12 +70,6 @@ class PlainCausal:
         return self
 
 
-def mask_with_rows(attention: Any, **asked: Any) -> "Asked":
-    """`asked_mask` for a model with indexers, in the forward pass of a LayerAttention."""
-    mask = asked_mask(**asked)
-    return PlainCausal(attention.now.documents) if mask is None else mask
-
-
 @dataclass(frozen=True)
 class BothWays:
     """Every token sees every other token of its document: an encoder."""

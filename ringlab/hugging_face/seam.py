@@ -24,6 +24,7 @@ Source: transformers 5.23, AttentionInterface, AttentionMaskInterface, PreTraine
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -45,11 +46,17 @@ OURS = "ring_forward"  # the name in a layer of the forward pass that `spread` g
 Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
-def registered(attend: Callable[..., Any], mask: Callable[..., Any]) -> str:
-    """The name by which layers find `attend`, and models `mask`: without one transformers would drop every mask."""
-    name = f"ring_{id(getattr(attend, '__self__', attend))}"
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, mask)
+def registered(attention: Any) -> str:
+    """The name by which layers find `attention.attend`, and models `attention.mask`: else these would drop every mask.
+
+    transformers keeps what has a name for ever. It does not keep the attention here, whose process group has threads:
+    the name ends with it.
+    """
+    name, alive = f"ring_{id(attention)}", weakref.ref(attention)
+    AttentionInterface.register(name, lambda *args, **passed: alive().attend(*args, **passed))
+    AttentionMaskInterface.register(name, lambda **asked: alive().mask(**asked))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        weakref.finalize(attention, interface._global_mapping.pop, name)
     return name
 
 

@@ -21,7 +21,6 @@ Before: forward.py, what is checked in each pass. After: trainer.py, Trainer in 
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
-from functools import partial
 from typing import Any
 
 from ringlab.ring.schedule import Ring
@@ -31,7 +30,6 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
 
 from ringlab.hugging_face.forward import ModelInRing
-from ringlab.hugging_face.masks import asked_mask, mask_with_rows
 from ringlab.hugging_face.seam import indexers, own_config, registered, stop_ring
 from ringlab.models.mesh import AnyLayout, MeshOrGroup, Way, placed
 
@@ -59,9 +57,9 @@ def use_ring(
     where.way.checked_group(where.mesh_or_group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
     where.way.check_device(model.device)
     stop_ring(outer)
-    ring = ModelInRing(where, *where.place, own=model.config._attn_implementation)
+    ring = ModelInRing(where, *where.place, bool(indexers(model)), own=model.config._attn_implementation)
     own_config(model)
-    ring.name = registered(ring.attend, partial(mask_with_rows, ring) if indexers(model) else asked_mask)
+    ring.name = registered(ring)
     for part in model.modules():
         if any(kind in str(getattr(part, "rope_type", None)) for kind in BY_LENGTH):
             part.register_forward_pre_hook(ring.stretch, with_kwargs=True)

@@ -694,20 +694,22 @@ def test_a_refused_model_keeps_no_ring(ranks):
     assert ranks(2, refused_model) == [(True, False, 0, "sdpa")] * 2
 
 
-def layer_after_its_model(context, stopped):
-    model = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]})
-    layer = weakref.ref(model.model.layers[0].conv)
-    use_ring(model, layout="contiguous")
+def after_its_model(context, stopped):
+    """What is left of a layer, the ring, its group, which is destroyed, and its name."""
+    model, group = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]}), dist.new_group([0])
+    use_ring(model, group, layout="contiguous")
+    left, name = [weakref.ref(x) for x in (model.model.layers[0].conv, model.ring[0], group)], model.ring[0].name
     if stopped:
         stop_ring(model)
-    del model
+    dist.destroy_process_group(group)
+    del model, group
     gc.collect()
-    return layer()
+    return [x() for x in left], name in transformers.AttentionInterface()
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_ring_keeps_no_layer_of_a_model_that_is_gone(ranks, stopped):
-    assert ranks(1, layer_after_its_model, stopped) == [None]
+def test_nothing_is_kept_of_a_model_that_is_gone(ranks, stopped):
+    assert ranks(1, after_its_model, stopped) == [([None] * 3, False)]
 
 
 # Sequences of passes --------------------------------------------------------------------------------------------------
