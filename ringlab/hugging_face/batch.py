@@ -120,7 +120,7 @@ def padded(batch: dict[str, Any], least: int, multiple: int) -> dict[str, Any]:
     if more:
         batch = {"attention_mask": torch.ones_like(tokens), **batch}
         for name, value in {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}.items():
-            if name in batch:
+            if isinstance(batch.get(name), Tensor):  # others are refused, on every rank
                 batch[name] = F.pad(batch[name], (0, more), value=value)
     return batch
 

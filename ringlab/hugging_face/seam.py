@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -52,7 +52,7 @@ def registered(attention: Any) -> str:
     transformers keeps what has a name for ever. It does not keep the attention here, whose process group has threads:
     the name ends with it.
     """
-    name, alive = f"ring_{id(attention)}", weakref.ref(attention)
+    name, alive = f"ring_{id(attention)}", cast(Callable[[], Any], weakref.ref(attention))  # a layer's model keeps it
     AttentionInterface.register(name, lambda *args, **passed: alive().attend(*args, **passed))
     AttentionMaskInterface.register(name, lambda **asked: alive().mask(**asked))
     for interface in (AttentionInterface, AttentionMaskInterface):

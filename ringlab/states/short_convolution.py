@@ -19,6 +19,7 @@ Source: Poli et al. 2023 (Hyena), section 3.2, short convolutions; Yang et al. 2
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,16 +53,16 @@ def ring_short_convolution(
     """
     group = flat_group(group)
 
-    def check() -> None:
+    def check() -> dict[str, Any]:
         fits = x.dim() == 3 and weight.dim() == 2 and len(weight) == x.shape[1] and 0 not in (*x.shape, *weight.shape)
         expect(fits, f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}", "(B, N, C) and (N, k)")
         if bias is not None and bias.shape != x.shape[1:2]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}; expected (N,), {tuple(x.shape[1:2])}")
+        return {"shape of weight": weight.shape}
 
-    token = x.mT[:, None] if x.dim() == 3 else x  # (B, 1, C, N), as chunks of attention
-    inputs, same = {"x": x, "weight": weight, "bias": bias}, {"shape of weight": weight.shape}
-    called = "ring_short_convolution", (token, token, token)
-    runs = agree_on_runs(*called, inputs, 1.0, group, check, documents, layout, same)
+    token = x.mT[:, None] if isinstance(x, Tensor) and x.dim() == 3 else x  # (B, 1, C, N), as chunks of attention
+    inputs, called = {"x": x, "weight": weight, "bias": bias}, ("ring_short_convolution", (token, token, token))
+    runs = agree_on_runs(*called, inputs, 1.0, group, check, documents, layout)
 
     wide, taps = x.to(accumulation_dtype(x.dtype)), weight.to(accumulation_dtype(x.dtype))
     mine, before, since = wide.split(runs.mine, dim=2), taps.shape[1] - 1, runs.since.split(runs.mine)

@@ -175,24 +175,26 @@ def agree_on_runs(
     inputs: dict[str, Tensor | None],
     scale: float | None,
     group: ProcessGroup | None,
-    check: Callable[[], None],
+    check: Callable[[], dict[str, Any]],
     documents: Sequence[int] | Tensor | None,
     layout: str,
-    same: dict[str, Any],
 ) -> Runs:
     """The runs of this call; or the same ValueError on every rank, where `check` raises it or the ranks disagree.
 
-    `chunks` are (B, H, C, ...). The ranks must give the same of the inputs, and need gradients of the same.
+    `chunks` are (B, H, C, ...). The ranks must give the same of the inputs, and need gradients of the same. What
+    `check` returns must be the same too.
     """
+    given, of_documents = {name: x for name, x in inputs.items() if x is not None}, lengths_of(documents)
+    same: dict[str, Any] = {}
 
     def check_all(*_: Tensor) -> None:
-        check()
+        for name, x in given.items():
+            expect(isinstance(x, Tensor), f"{name} is a {type(x).__name__}", "a tensor")
+        same.update(check(), given=[*given], layout=layout, documents=of_documents)
+        same["gradients"] = [name for name, x in given.items() if needs_gradients(x)]
         check_layout_of_states(layout)
         Mask(documents=documents)
 
-    given, of_documents = {name: x for name, x in inputs.items() if x is not None}, lengths_of(documents)
-    same |= {"given": [*given], "layout": layout, "documents": of_documents}
-    same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
     options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
     scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
     partition = known_partition(Mask(True, of_documents), layout_of(layout), tuple(lengths))
@@ -244,15 +246,15 @@ def ring_linear_attention(
 
     checked: tuple[Inputs, Tensor]
 
-    def check() -> None:
+    def check() -> dict[str, Any]:
         nonlocal checked  # made here, once: it may refuse what is given
         checked = checked_inputs(q, k, v, log_decay, beta, state)
         fits = way in WAYS and (way != "scan" or layout != "zigzag")
         expect(fits, f"way is {way!r}, layout {layout}", "hops or gather, or scan for contiguous chunks")
+        return {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}
 
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
-    same = {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}
-    runs = agree_on_runs("ring_linear_attention", (q, k, v), inputs, scale, group, check, documents, layout, same)
+    runs = agree_on_runs("ring_linear_attention", (q, k, v), inputs, scale, group, check, documents, layout)
 
     x, h = checked
     if documents is not None:  # a token that begins a document forgets everything before it

@@ -62,18 +62,21 @@ class Inbox:
         said = pickle.dumps((host_of_process(), why, place))
         self.store.set(str(self.rank), said)  # type: ignore[arg-type]  # it takes bytes too
 
+    def host(self, rank: int) -> tuple[tuple[str, ...], str]:
+        """The host of a rank, and why that has no pipe, or nothing."""
+        if rank not in self.hosts:
+            self.hosts[rank] = pickle.loads(self.store.get(str(rank)))[:2]
+        return self.hosts[rank]
+
     def why_not(self, ranks: Sequence[int]) -> str:
         """Why these ranks of the job cannot write to each other's pipes, or nothing; the same on each of them."""
-        for rank in ranks:
-            if rank not in self.hosts:
-                self.hosts[rank] = pickle.loads(self.store.get(str(rank)))[:2]
-        hosts = [self.hosts[rank][0] for rank in ranks]
+        hosts, reasons = zip(*map(self.host, ranks), strict=True)
         if () in hosts:
             return f"rank {hosts.index(())} is not on Linux, or may not read its /proc"
         if len(set(hosts)) > 1:
             other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
             return f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}"
-        return "; ".join(f"rank {i}: {self.hosts[rank][1]}" for i, rank in enumerate(ranks) if self.hosts[rank][1])
+        return "; ".join(f"rank {i}: {why}" for i, why in enumerate(reasons) if why)
 
     def hosts_of(self, ranks: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
         """Those of these ranks that are on this one's host, and the first rank of each host.
@@ -82,9 +85,7 @@ class Inbox:
         """
         hosts: dict[Any, list[int]] = {}
         for rank in ranks:
-            if rank not in self.hosts:
-                self.hosts[rank] = pickle.loads(self.store.get(str(rank)))[:2]
-            host, why = self.hosts[rank]
+            host, why = self.host(rank)
             hosts.setdefault(rank if why or not host else host, []).append(rank)
         here = next((of_host for of_host in hosts.values() if self.rank in of_host), [])
         return here, tuple(first for first, *_ in hosts.values())
@@ -141,12 +142,7 @@ class Inbox:
         return True
 
     def wait(self, kind: int, of: int, limit: timedelta, end: int = -1) -> bytes:
-        """The next message of this kind from rank `of`. Raises RuntimeError as `look` does."""
-        self.look(kind, of, limit, end)
-        return self.arrived[kind][of].popleft()
-
-    def look(self, kind: int, of: int, limit: timedelta, end: int = -1) -> None:
-        """Wait until there is such a message. A rank looks for it again and again at first, and then sleeps.
+        """The next message of this kind from rank `of`. A rank looks for it again and again at first, and then sleeps.
 
         Raises RuntimeError if the rank has ended, after the limit, and for a message of kind `end` from any rank.
         """
@@ -168,6 +164,7 @@ class Inbox:
                 raise RuntimeError(f"Timed out waiting for rank {of}, {limit} long")
             if self.fds[0] not in dict(ready):
                 raise RuntimeError(f"Connection closed by peer: rank {of} has ended")
+        return self.arrived[kind][of].popleft()
 
 
 def time_limit(group: ProcessGroup) -> timedelta:

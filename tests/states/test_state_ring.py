@@ -292,12 +292,15 @@ OF_STATES = [  # on 4 tokens a rank; of a pair the first is given on the other r
     ({"q": (NEEDS, NEEDS.detach())}, ["the ranks disagree", "gradients=['q']", "gradients=[]"]),
     ({"layout": ("contiguous", "zigzag")}, ["the ranks disagree", "layout=contiguous", "layout=zigzag"]),
     ({"scale": (0.3, 0.4)}, ["the ranks disagree", "scale=0.3", "scale=0.4"]),
+    ({"beta": (torch.ones(2, 2, 4), [0.5])}, ["rank 1: beta is a list; expected a tensor"]),
+    ({"v": (torch.zeros(2, 2, 4, 2).double(), None)}, ["rank 1: AttributeError: 'NoneType' object"]),
 ]
 OF_TAPS = [
     ({"weight": torch.zeros(2, 3)}, ["weight (2, 3)", "expected (B, N, C) and (N, k)"]),
     ({"weight": torch.zeros(3)}, ["weight (3,)", "expected (B, N, C) and (N, k)"]),
     ({"bias": torch.zeros(2)}, ["bias has shape (2,)", "expected (N,), (3,)"]),
     ({"weight": (torch.zeros(3, 3), torch.zeros(3, 4))}, ["the ranks disagree", "shape of weight"]),
+    ({"x": (torch.zeros(2, 3, 4), 0.5)}, ["rank 1: x is a float; expected a tensor"]),
     ({"bias": (None, torch.zeros(3))}, ["the ranks disagree", "given=['x', 'weight', 'bias']"]),
 ]
 
