@@ -52,9 +52,9 @@ def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
     return figure
 
 
-def svg(xray: XRay, title: str = "X-ray of a ring") -> str:
+def svg(xray: XRay) -> str:
     """The picture as SVG. A page with several must show each as an <img>, because all have the same ids."""
-    return drawing.svg(picture(xray, title))
+    return drawing.svg(picture(xray))
 
 
 def _verdict(matrix: Matrix) -> str:

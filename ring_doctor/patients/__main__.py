@@ -28,16 +28,6 @@ SICK, LIMITED, HEALTHY = (SAID[level].lower() for level in (WRONG_RING, RIGHT_AS
 ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
 
 
-def names() -> list[str]:
-    """The patients that were examined before: a file of this folder, or "file:function", as its CLAIMS name it."""
-    return list(json.loads(RESULTS.read_text()))
-
-
-def patient_named(name: str) -> Patient:
-    """A patient of this folder; its version is "" where its library is not installed."""
-    return patient_of(f"ring_doctor.patients.{name}")
-
-
 def examined(patient: Patient) -> dict[str, Any]:
     """What the doctor finds in it."""
     today = datetime.now(timezone.utc).date().isoformat()
@@ -99,9 +89,10 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    for name in sys.argv[1:] or names():
-        patient = patient_named(name)
-        if not patient.version:
+    """The patients that are named, or all in results.json: a file, or "file:function", as its CLAIMS name it."""
+    for name in sys.argv[1:] or json.loads(RESULTS.read_text()):
+        patient = patient_of(f"ring_doctor.patients.{name}")
+        if not patient.version:  # its library is not installed
             print(f"{name}: left out; ring_doctor/patients/README.md says how to install it")
             continue
         line = examined(patient)
