@@ -157,13 +157,16 @@ def test_faults_and_lost_gradients():
         assert answer.relative[name] == pytest.approx(1.0)
 
 
-def of_torch(case, *, autocast=False):
-    """Attention in torch's steps, for float32 tensors; each gradient in its tensor's dtype."""
-    q, k, v, d_out = (x.float() for x in case.whole())
+def of_torch(case, dtype=torch.float32, *, autocast=False):
+    """Attention in torch's steps, for tensors of a dtype; each gradient in its tensor's dtype."""
+    q, k, v, d_out = (x.to(dtype) for x in case.whole())
     leaves = [x.requires_grad_() for x in (q, k, v)]
+    k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
-        out = scores.softmax(dim=-1) @ v
+        if case.sinks:
+            scores = torch.cat([scores, case.sink_scores().to(dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        out = scores.softmax(dim=-1)[..., : case.seq_len] @ v
     found = torch.autograd.grad(out, leaves, d_out.to(out.dtype))
     return {name: x.detach() for name, x in zip(NAMES, (out, scores.logsumexp(dim=-1), *found), strict=True)}
 
@@ -367,16 +370,8 @@ def test_a_silent_rank_has_no_dq_and_all_others_have_gradients(layout):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 4), (6, 3, 8)])
 def test_attention_sinks_are_one_more_logit_in_each_softmax(dtype, heads, kv_heads, head_dim):
     case = Case(3, 18, True, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, sinks=True)
-    q, k, v, d_out = (x.double() for x in case.whole())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-    scores = (q @ k.mT * head_dim**-0.5).masked_fill(~case.visible(), -math.inf)
-    sinks = case.sink_scores().double()[:, None, None].expand(1, heads, 18, 1)
-    scores = torch.cat([scores, sinks], dim=-1)
-    out = scores.softmax(dim=-1)[..., :-1] @ v
-    gradients = torch.autograd.grad(out, leaves, d_out)
-    for name, x in zip(NAMES, (out, scores.logsumexp(dim=-1), *gradients), strict=True):
-        torch.testing.assert_close(case.right()[name].exact, x.detach(), rtol=1e-12, atol=1e-12)
+    for name, x in of_torch(case, torch.float64).items():
+        torch.testing.assert_close(case.right()[name].exact, x, rtol=1e-12, atol=1e-12)
 
 
 ROUNDING = {  # entries that round, on paper: which inputs show them, and in which results
