@@ -33,23 +33,17 @@ def all_of(words):
     return "(?s)" + ".*".join(re.escape(word) for word in words)
 
 
-def refusal(outcomes):
-    """The message of the ValueError that every rank raised, the same one on all."""
-    assert [outcome.kind for outcome in outcomes] == ["ValueError"] * len(outcomes), outcomes
-    assert len({outcome.message for outcome in outcomes}) == 1
-    return outcomes[0].message
-
-
 def said(context, work, *args):
     """What `work` refuses on this rank."""
     return attempt(work, context, *args)
 
 
 def assert_refused(ranks, world_size, words, work, *args):
-    """Every rank raises one ValueError that has these words, in order: one text, or several."""
+    """Every rank raises one ValueError that has these words, in order: one text, or several. Returns it."""
     first, *others = ranks(world_size, said, work, *args)
     assert re.search(all_of([words] if isinstance(words, str) else words), str(first)), first
     assert others == [first] * (world_size - 1)
+    return first
 
 
 def as_on_hosts(hosts):

@@ -24,7 +24,7 @@ from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree
 from ringlab.support.pipes import FACTS, HEAD, LONGEST, Inbox, host_of_process, inbox_of_job
 from ringlab.support.processes import Ranks
 from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
-from tests.mistakes import as_on_hosts, refusal
+from tests.mistakes import as_on_hosts, assert_refused
 
 B, H, G, C, D = 1, 4, 2, 4, 8
 
@@ -213,7 +213,7 @@ def first_of_a_job(context):
 def test_ranks_that_come_later_hear_of_one_in_no_group():
     pool = Ranks(3)
     try:
-        assert "rank 0: global rank 0 is not in the group" in refusal(pool.outcomes(3, first_of_a_job))
+        assert_refused(pool, 3, "rank 0: global rank 0 is not in the group", first_of_a_job)
     finally:
         pool.stop()
 
@@ -433,7 +433,7 @@ def test_every_rank_gets_the_numbers_of_all(ranks, hosts, size):
     ],
 )
 def test_ranks_in_other_calls_all_say_so(ranks, hosts, sizes, calls, words):
-    assert words in refusal(ranks.outcomes(3, give, hosts, sizes, calls))
+    assert_refused(ranks, 3, words, give, hosts, sizes, calls)
 
 
 def complain(context, words):

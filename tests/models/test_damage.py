@@ -31,6 +31,7 @@ import torch
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import bytes_of
+from tests.mistakes import assert_refused
 from tests.models.test_train import SMALL, losses, run
 
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
@@ -281,9 +282,7 @@ def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
     assert [path.name for path in finished(out)] == ["step-00000003", OLDER]
     flip(out / OLDER / file, 30)
     flip(out / "step-00000003" / file, 30)
-    outcomes = ranks.outcomes(3, run, options)
-    assert len({outcome.message for outcome in outcomes}) == 1
-    assert "no whole checkpoint in its place: " in outcomes[0].message
+    assert_refused(ranks, 3, "no whole checkpoint in its place: ", run, options)
 
 
 def run_with_others(context, options, option, values):
@@ -300,5 +299,4 @@ def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_p
         ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
     ):
         options = ["--data", here, "--out", tmp_path / "run"]
-        for outcome in ranks.outcomes(3, run_with_others, options, name, values):
-            assert (outcome.kind, said in outcome.message) == ("ValueError", True), outcome.message
+        assert_refused(ranks, 3, said, run_with_others, options, name, values)

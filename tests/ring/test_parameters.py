@@ -35,7 +35,7 @@ from ringlab.support.agreement import members
 from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
 from tests.concepts import needed_by
-from tests.mistakes import all_of, assert_refused, refusal
+from tests.mistakes import all_of, assert_refused
 from tests.rings import assert_ring
 
 RINGS = {
@@ -318,8 +318,8 @@ def ring_on(context, ring, inputs):
 def test_one_rank_of_three(ranks, ring, bad):
     """Nothing is wrong on the other two. Then the same processes must run a right ring."""
     qkv, scale, words = bad
-    message = refusal(ranks.outcomes(3, ring_on, ring, [((X, X, X), None), (qkv, scale), ((X, X, X), None)]))
-    assert re.match(all_of(["rank 1: ", *words]), message)
+    given = [((X, X, X), None), (qkv, scale), ((X, X, X), None)]
+    message = assert_refused(ranks, 3, ["rank 1: ", *words], ring_on, ring, given)
     assert not {"rank 0", "rank 2"} & {*re.findall(r"rank \d", message)}
     assert_ring(ranks, 3, *random_qkv((1, 1, 8, 2)))
 

@@ -1,7 +1,6 @@
 """What each way sends, forward and backward, and what an all-gather keeps: as the docstrings say, and no more."""
 
 import os
-import re
 from collections import Counter
 from unittest import mock
 
@@ -10,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringlab.ring.partition import Places
 from ringlab.support import pipes
 from ringlab.support.messages import Watch
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.heads import heads_of_ranks
 from tests.attention import DTYPES, grouped_inputs
 from tests.every_way import ON_MESH, WAYS, Problem, attention_of, cut, name_of, ranks_of
-from tests.mistakes import all_of, as_on_hosts, refusal
+from tests.mistakes import as_on_hosts, assert_refused
 
 B, C, D = 2, 6, 5
 
@@ -149,20 +147,6 @@ def exchanged(context, problem):
     return bytes_of_passes
 
 
-def sum_of_copies(context):
-    """The gradient of the one K/V head, of which each of three ranks has computed a part, in bfloat16."""
-    _, keys = heads_of_ranks(3, 1, 3)
-    exchange = all_to_all.Exchange(keys, keys, [Places(at) for at in torch.arange(3).split(1)], None)
-    part = torch.full((1, 1, 3, 1), 1.0 if context.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
-    return exchange.to_tokens([part])[0].item()
-
-
-@pytest.mark.slow
-def test_gradients_of_copies_are_added_in_float32(ranks):
-    """In bfloat16 1 + 2^-8 is 1, and once more."""
-    assert ranks(3, sum_of_copies) == [1 + 2.0**-7] * 3
-
-
 # All-gather ----------------------------------------------------------------------------------------------------------
 
 
@@ -233,4 +217,4 @@ def test_only_blocks_between_hosts_are_messages(ranks, shape, hosts):
 @needs_linux
 def test_a_row_that_is_not_on_one_host_is_refused_on_every_rank(ranks):
     words = ["is on host", "shared memory needs ranks of one host"]
-    assert re.search(all_of(words), refusal(ranks.outcomes(4, on_hosts, (2, 2), "abcc")))
+    assert_refused(ranks, 4, words, on_hosts, (2, 2), "abcc")
