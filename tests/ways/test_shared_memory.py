@@ -1,6 +1,5 @@
 """Shared memory: what is refused, what a dead rank says, what is left. Numbers: test_schedules."""
 
-import gc
 import os
 import signal
 import time
@@ -19,12 +18,10 @@ from ringlab.support.host_memory import READ, READY, TURN
 from ringlab.support.processes import launch
 from ringlab.ways import shared_memory
 from ringlab.ways.shared_memory import SharedMemory, memory_or_messages
-from tests.attention import assert_four, expected, grouped_inputs
-from tests.every_way import WAYS, cut, whole
+from tests.every_way import WAYS
 from tests.mistakes import as_on_hosts, assert_refused
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
-FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
 
 
 # Where it works ------------------------------------------------------------------------------------------------------
@@ -120,38 +117,6 @@ def test_another_device_is_refused_on_every_rank(ranks):
 # What is left --------------------------------------------------------------------------------------------------------
 
 
-def traces(context):
-    """What this process has open and mapped after a call, and when the group has gone: of the memory that is shared."""
-
-    def seen():
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-            except FileNotFoundError:  # the descriptor of the list itself
-                continue
-        maps = [line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
-        return [link for link in links if "memfd:ring" in link], [name for name in maps if "memfd:ring" in name]
-
-    gc.collect()  # of the tests before
-    before, group = seen(), dist.new_group()
-    mine = [x.requires_grad_() for x in cut(context, "contiguous", None, *grouped_inputs(*FOUR))]
-    WAYS["shared memory"](*mine[:3], group=group).backward(mine[3].detach())
-    during = seen()
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    return before, during, seen()
-
-
-def test_the_memory_has_no_name_and_goes_with_its_group(ranks):
-    for before, (fds, maps), after in ranks(3, traces):
-        assert len(maps) - len(before[1]) == 6  # copies and sums of each rank
-        assert len(fds) - len(before[0]) == 2 + 6 + 6  # the own, all, and once more what Python maps
-        assert all(name == "/memfd:ring (deleted)" for name in fds + maps)
-        assert after == before
-
-
 def gone(context, waits):
     """Rank 1 closes its end of its pipe, as the system does when it ends; rank 0 waits for it, or raises a flag."""
     memory = host_memory.HostMemory(dist.new_group())
@@ -235,20 +200,3 @@ def waits_for_a_late_flag(context, awake, never, limit):
 def test_a_rank_looks_again_and_again_and_then_sleeps(ranks, awake, never, days):
     """Also where the time limit is longer than the system can sleep."""
     ranks(2, waits_for_a_late_flag, awake, never, timedelta(days=days))
-
-
-def of_growing_size(context, sizes):
-    """Longer and shorter sequences in turn: the memory grows, and what lay there before is not taken for the block."""
-    found = []
-    for size in sizes:
-        mine = cut(context, "contiguous", None, *grouped_inputs(1, 4, 2, size, 8))
-        inputs = [x.requires_grad_() for x in mine[:3]]
-        out = WAYS["shared memory"](*inputs)
-        found.append([out.detach(), *torch.autograd.grad(out, inputs, mine[3])])
-    return found
-
-
-def test_memory_grows_with_the_sequence(ranks):
-    sizes = (24, 240, 7, 24)
-    for size, per_rank in zip(sizes, zip(*ranks(3, of_growing_size, sizes), strict=True), strict=True):
-        assert_four(whole(per_rank, "contiguous"), expected(*grouped_inputs(1, 4, 2, size, 8)))
