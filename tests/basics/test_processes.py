@@ -26,14 +26,6 @@ from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
 from tests.wrong import failing_ring
 
 
-def my_place(context):
-    return members()
-
-
-def test_a_rank_knows_its_place(ranks, world_size):
-    assert ranks(world_size, my_place) == [(rank, world_size) for rank in range(world_size)]
-
-
 def my_place_in(context, several):
     group = dist.new_group(several)
     return members(group) if context.rank in several else None
@@ -141,15 +133,15 @@ def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
 
 
 @pytest.mark.parametrize(
-    ("how", "where", "reason"),
+    ("how", "backwards", "reason"),
     [
-        ("raise", "backwards", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"),
-        ("kill", "forwards", r"^rank 1 died \(SIGKILL\) before its work was done$"),
+        ("raise", True, r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"),
+        ("kill", False, r"^rank 1 died \(SIGKILL\) before its work was done$"),
     ],
 )
-def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, where, reason):
+def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, backwards, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
-        launch(failing_ring.fail, 3, how, where)
+        launch(failing_ring.fail, 3, how, backwards)
 
 
 @pytest.mark.slow

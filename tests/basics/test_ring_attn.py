@@ -108,24 +108,6 @@ def test_a_ring_of_one_sends_nothing(ranks):
     assert ranks(1, messages_of_ring, ring_attention, [4], *random_qkv((1, 1, 4, 2))) == [([], [])]
 
 
-def with_hops(context, hops, *args, hop=ring_attn.hop):
-    """The ring with so many hops in place of each."""
-
-    def some(block, *args):
-        for _ in range(hops):
-            block = hop(block, *args)
-        return block
-
-    with mock.patch.object(ring_attn, "hop", some):
-        return ring_and_events(context, *args)
-
-
-@pytest.mark.parametrize(("hops", "says"), [(2, "blocks in use"), (0, "numbers are wrong")])
-def test_a_ring_with_other_hops_is_rejected(ranks, hops, says):
-    with pytest.raises(AssertionError, match=says):
-        assert_ring(lambda P, _, *args: ranks(P, with_hops, hops, *args), 3, *random_qkv((1, 2, 12, 4)))
-
-
 # The simulator of blocking messages, and real gloo processes that do what it says ----------------------------------
 
 

@@ -36,14 +36,16 @@ def windowed(q, k, v, window, **options):
 
 
 def answers(context, layout="zigzag", window=None):
-    """The new tokens, the positions in this rank's slots, and how many numbers this rank gave at once, each time."""
-    cache = SpreadCache(layout, window)
+    """The new tokens, the positions in this rank's slots, and how many numbers this rank gave at once, each time; and
+    how many rows got logits."""
+    cache, rows = SpreadCache(layout, window), []
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(cache).to(context.device)
+    model.head.register_forward_pre_hook(lambda head, args: rows.append(args[0].shape[:-1].numel()))
     with given() as sizes:
         tokens = generate(model, cache, prompts_of(), NEW)
     assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
-    return tokens.tolist(), cache.at.cpu(), sizes
+    return tokens.tolist(), cache.at.cpu(), sizes, rows
 
 
 @contextmanager
@@ -76,10 +78,12 @@ CASES = [(1, "zigzag", None), (3, "zigzag", 4), (4, "striped", None), (8, "conti
 
 @pytest.mark.parametrize(("size", "layout", "window"), CASES)
 def test_token_for_token_what_one_process_generates(ranks, size, layout, window):
-    """Every token is stored once, the caches stay equally long, and a token sends what the formula says."""
+    """Every token is stored once, the caches stay equally long, and a token sends what the formula says. Of a prompt
+    only the last token gets logits."""
     B, D = len(LENGTHS), CONFIG.hidden // CONFIG.heads
-    tokens, slots, sizes = zip(*ranks(size, answers, layout, window), strict=True)
+    tokens, slots, sizes, rows = zip(*ranks(size, answers, layout, window), strict=True)
     assert list(tokens) == [right_answers(window)] * size
+    assert list(rows) == [[B] * NEW] * size
     of_a_token = [B * CONFIG.heads * (D + 2)] * CONFIG.layers
     assert list(sizes) == [[B * CONFIG.vocab, B, *[*of_a_token, B] * (NEW - 1)]] * size
     for i, length in enumerate(LENGTHS):
@@ -101,19 +105,6 @@ def slots_for(context, new):
     with mock.patch.object(module, "CONFIG", CONFIG):
         generate(seeded(cache), cache, [[1, 2, 3]], new)
     return cache.at.shape[1] - 1
-
-
-def rows_with_logits(context):
-    cache, rows = SpreadCache(), []
-    with mock.patch.object(module, "CONFIG", CONFIG):
-        model = seeded(cache)
-    model.head.register_forward_pre_hook(lambda head, args: rows.append(args[0].shape[:-1].numel()))
-    generate(model, cache, prompts_of(), 2)
-    return rows
-
-
-def test_of_a_prompt_only_the_last_token_gets_logits(ranks):
-    assert ranks(3, rows_with_logits) == [[len(LENGTHS)] * 2] * 3
 
 
 def with_other_logits(context):

@@ -337,26 +337,21 @@ def run_conversations(ranks, P, passing, turns, **settings):
         so_far = [text + answer for text, answer in zip(so_far, right, strict=True)] if turn.what == "reply" else []
 
 
-THREE = [Turn("reply", lengths, part=5) for lengths in ((13, 4), (1, 9), (3, 2))]
+SETTINGS = [(2, "auto", {"layout": "contiguous"}), (3, "Q", {"window": 4})]
+SETTINGS += [
+    pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((1, "auto", {}), (4, "KV", {"layout": "striped"}))
+]
 
 
-@pytest.mark.parametrize(
-    ("P", "passing", "settings"),
-    [(1, "auto", {}), (4, "KV", {"layout": "contiguous"}), (5, "Q", {"window": 4, "layout": "striped"})],
-)
-def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, P, passing, settings):
-    run_conversations(ranks, P, passing, THREE, **settings)
-
-
-@pytest.mark.parametrize(("P", "passing"), [(2, "auto"), (3, "Q"), pytest.param(4, "KV", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("P", "passing", "settings"), SETTINGS)
 @few_or_many(12, 100)
-def test_no_conversation_remembers_another(ranks, P, passing, programs):
-    assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing), steps=5)
+def test_no_conversation_remembers_another(ranks, P, passing, settings, programs):
+    assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing, **settings), steps=5)
 
 
 def turn_refused(context, parts):
     cache = GrowingCache()
-    model, texts = model_of(cache), THREE[0].texts()
+    model, texts = model_of(cache), [[1, 2, 3]]
     with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
         return reply(model, cache, texts, ANSWER, parts[context.rank])
 

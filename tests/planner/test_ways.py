@@ -363,7 +363,7 @@ def test_flops_are_those_that_torch_counts():
 
 
 LAYERS = [ON_A_GPU, AttentionLayer(8, 8, 64, 4), AttentionLayer(6, 2, 8, 8)]
-SPEEDS = [(500e12, 25e9), (500e12, 450e9), (1e12, 1e3)]  # FLOP/s and bytes/s
+SPEEDS = [(500e12, 25e9), (500e12, 450e9), (1e12, 1e3), (math.inf, 1.0)]  # FLOP/s and bytes/s; bytes alone decide
 
 
 @pytest.mark.parametrize("partial", [0, 2])
@@ -382,16 +382,6 @@ def test_at_the_closed_share_both_take_as_long(layer, P, speeds, partial):
         else:
             assert turn.seconds[faster] < turn.seconds[1 - faster]
             assert (turn.new >= N * turn.share_for_keys) == (faster == 0)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_without_a_speed_it_is_the_share_of_as_many_bytes(layer):
-    share = Prefill(layer, 1, 999, 4).share_for_keys
-    keys, queries, home = Prefill(layer, 1000 * share, 1000 - 1000 * share, 4).sent
-    assert keys == pytest.approx(queries + home, rel=1e-12)
-    assert share == Prefill(layer, 1, 6999, 9).share_for_keys
-    sums = max(layer.itemsize, 4)
-    assert home == pytest.approx(3 * 1000 * share / 4 * layer.heads * (layer.head_dim + 1) * sums)  # float32 at least
 
 
 def test_the_papers_rules_are_limits_of_this_share():
