@@ -32,6 +32,7 @@ with extra("hf", __name__):
 from ringlab.hugging_face.forward import ModelInRing
 from ringlab.hugging_face.seam import indexers, own_config, registered, stop_ring
 from ringlab.models.mesh import AnyLayout, MeshOrGroup, Way, placed
+from ringlab.support.expect import expect
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
 BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position
@@ -83,15 +84,12 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if hasattr(model, "get_base_model"):
         for adapter in getattr(model, "peft_config", {}).values():
             kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
-            if adapter.is_prompt_learning:
-                raise ValueError(f"{kind} puts virtual tokens before each text; expected {WEIGHTS_ONLY}")
-            if getattr(adapter, "alora_invocation_tokens", None):
-                raise ValueError(f"{kind} looks for its invocation tokens, in a shard; expected {WEIGHTS_ONLY}")
-            if type(model.base_model).forward.__qualname__ != "BaseTuner.forward":
-                more = "does more than its layers, such as adding to the loss of each rank"
-                raise ValueError(f"{kind} {more}; expected {WEIGHTS_ONLY}")
+            expect(not adapter.is_prompt_learning, f"{kind} puts virtual tokens before each text", WEIGHTS_ONLY)
+            looks = getattr(adapter, "alora_invocation_tokens", None)
+            expect(not looks, f"{kind} looks for its invocation tokens, in a shard", WEIGHTS_ONLY)
+            more = f"{kind} does more than its layers, such as adding to the loss of each rank"
+            expect(type(model.base_model).forward.__qualname__ == "BaseTuner.forward", more, WEIGHTS_ONLY)
         model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        wanted = "a model of transformers, before DDP or torch.compile wraps it"
-        raise ValueError(f"model is a {type(model).__name__}; expected {wanted}")
+    wanted = "a model of transformers, before DDP or torch.compile wraps it"
+    expect(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", wanted)
     return model

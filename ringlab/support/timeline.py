@@ -28,8 +28,6 @@ from ringlab.support.agreement import agree
 
 FIRST = 64  # keys that identify a block
 
-Timed = Callable[[], Any]  # what is timed
-
 
 @dataclass(frozen=True)
 class Event:
@@ -119,7 +117,7 @@ def record(
             events.append(Event(rank, what, t, block, start - zero, end - zero, size))
 
 
-def laps(work: Timed, device: torch.device, calls: int = 1) -> list[float]:
+def laps(work: Callable[[], Any], device: torch.device, calls: int = 1) -> list[float]:
     """The seconds of each rank, by rank: of one of some calls, until its device has done them.
 
     The ranks begin together. Every rank must call this.
