@@ -363,6 +363,7 @@ def test_a_batch_is_padded_on_the_right():
     }
     assert padded(longer, 18, 6) is longer
     assert batch["input_ids"].shape == (1, 17)
+    assert padded({**batch, "labels": [1]}, 1, 6)["labels"] == [1]  # it is refused later, on every rank
 
 
 def test_only_the_trainer_of_trl_needs_trl(monkeypatch):
