@@ -82,9 +82,8 @@ class Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # messages have no second derivative
     def backward(ctx, d_out):
-        if torch.is_grad_enabled():
-            raise ValueError("create_graph is True; expected False: messages have no second derivative")
         (q, k, v, out, lse), (causal, layout, group) = ctx.saved_tensors, ctx.options
         r, C, dq, arrive = dist.get_rank(group), q.shape[-2], torch.zeros_like(q), None
         for j, (k_j, v_j) in blocks(torch.stack((k, v)), group, q.dtype, own_last=True):
@@ -103,12 +102,13 @@ def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
     (B, H, C, D), G, n = (*q.shape, 1, 1, 1, 1)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(layout)
     right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
-    call = f"{[(*x.shape, x.dtype, x.requires_grad) for x in (q, k, v)]}, causal={bool(causal)}, {layout}"
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # all have a backward pass, or none
+    call = f"{[(*x.shape, x.dtype) for x in (q, k, v)]}, causal={bool(causal)}, {layout}, gradients={graph}"
     word = hash(tuple(call.encode()))  # a number that is alike on all ranks, as the hash of a text is not
     dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
-    if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or both.sum() != 0:
+    if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or sum(both) or dist.get_rank(group) < 0:
         wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, contiguous or zigzag of even C"
-        raise ValueError(f"expected {wanted}, alike on all ranks; got {call} here")
+        raise ValueError(f"expected {wanted}, alike on all ranks of the group; got {call} here")
     wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
     with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits
         return Ring.apply(wide, k, v, causal, layout, group).flatten(1, 2).to(q.dtype)

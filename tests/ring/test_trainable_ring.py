@@ -103,19 +103,21 @@ def bad(context, path, case):
         "integers": [x.long() for x in (q, k, v)],
         "k and v in float64": [q, k.double(), v.double()],
         "no numbers": [x[..., :0] for x in (q, k, v)],
-        "gradients": [q, k.requires_grad_(context.rank == 1), v],
+        "gradients": [q, k.clone().requires_grad_(context.rank == 1), v],
+        "mode of gradients": [q.clone().requires_grad_(), k, v],
         "v in float64 on one rank": [q, k, v.double() if context.rank == 1 else v],
         "no head of K and V on one rank": [q, *(x[:, : context.rank != 1] for x in (k, v))],
     }
     layout = {"odd zigzag": "zigzag", "layout": "zig-zag"}.get(case, "contiguous")
     layout = "zigzag" if case == "layouts" and context.rank else layout
     causal = case != "masks" or context.rank == 1
-    runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
+    with torch.set_grad_enabled(case != "mode of gradients" or context.rank == 1):
+        runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
 
 
 BAD = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "heads", "odd zigzag", "layout"]
 BAD += ["dtypes", "masks", "layouts", "dimensions", "integers", "integers on one rank", "v in float64 on one rank"]
-BAD += ["k and v in float64", "no numbers", "gradients"]
+BAD += ["k and v in float64", "no numbers", "gradients", "mode of gradients"]
 
 
 @pytest.mark.parametrize("case", [*BAD, "no head of K and V on one rank"])
@@ -133,11 +135,33 @@ def test_positions_of_no_layout_are_refused(copied):
 def twice(context, path):
     q = torch.ones(1, 1, 2, 2, requires_grad=True)
     out = runpy.run_path(path)["ring_attention"](q, q, q)
-    torch.autograd.grad(out.sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    dq.sum().backward()
 
 
 def test_second_derivatives_are_refused(ranks, copied):
-    assert [it.kind for it in ranks.outcomes(2, twice, copied)] == ["ValueError"] * 2
+    for outcome in ranks.outcomes(2, twice, copied):
+        assert "once_differentiable" in outcome.message
+
+
+def outside(context, path):
+    group, q = dist.new_group([0, 1]), torch.ones(1, 1, 2, 2)
+    return runpy.run_path(path)["ring_attention"](q, q, q, group=group).sum().item()
+
+
+def test_a_rank_outside_the_group_is_refused(ranks, copied):
+    *inside, refusal = ranks.outcomes(3, outside, copied)
+    assert (inside, refusal.kind) == ([4.0, 4.0], "ValueError")
+
+
+def without_graph(context, path):
+    q = torch.ones(1, 1, 2, 2, requires_grad=context.rank == 0)
+    with torch.no_grad():
+        return runpy.run_path(path)["ring_attention"](q, q, q).sum().item()
+
+
+def test_a_pass_without_gradients_takes_any_leaves(ranks, copied):
+    assert ranks(2, without_graph, copied) == [4.0, 4.0]
 
 
 STEPS = ["step  0", "step 10", "step 20", "step 30"]
