@@ -123,6 +123,9 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     for name, other in pairs:
         if (right := one.tensor(kind, step, name)) is None:
             continue
+        if lacking := [of["rank"] for of in many.ranks if other not in of["weights"]]:
+            said = f"rank {lacking[0]} of the second job has no weight {other}, as rank 0 has"
+            raise CannotExamine(f"{said}; expected one model on all ranks")
         given = [many.tensor(kind, step, other, rank) for rank in range(P)]
         parts = [torch.zeros_like(right) if part is None else part for part in given]
         for part in parts:

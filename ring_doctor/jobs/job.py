@@ -69,11 +69,11 @@ class Job:
         return list(self.ranks[0]["weights"])
 
     def tensor(self, kind: str, step: int, name: str, rank: int = 0) -> Tensor | None:
-        """A gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0.
+        """A gradient, float64, or None for a rank that has none. One that was sharded is the same on all ranks.
 
         The kinds: "before", before clipping; "gradient", as the optimizer gets it.
         """
-        for of in (rank, 0):
+        for of in (rank, "all"):
             if (file := self.folder / f"{kind}-{step}-{name.replace('/', ':')}-{of}.pt").exists():
                 found: Tensor = torch.load(file).double()
                 return found

@@ -239,14 +239,18 @@ class Recorder:
             if name not in self.weights:
                 x = None if at or own else whole(weight).detach().double()
                 self.weights[name] = x if x is None else torch.stack([x.sum(), x.square().sum()]).cpu()
-            if (x := weight.grad) is None or id(weight) not in given:
+            x = weight.grad
+            if x is None and name in self.clipped:  # it was taken away after clipping
+                x = torch.zeros_like(weight)
+            if x is None or id(weight) not in given:
                 continue
             written.add(name)
             self.dtypes.add(str(x.dtype))
             kind = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
             full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
             if not self.rank or not alike:
-                torch.save(full.clone(), FOLDER / f"{kind}-{at}-{name.replace('/', ':')}-{self.rank}.pt")
+                of = "all" if alike else self.rank
+                torch.save(full.clone(), FOLDER / f"{kind}-{at}-{name.replace('/', ':')}-{of}.pt")
         self.now = fresh()  # without the messages of gradients
         return written
 

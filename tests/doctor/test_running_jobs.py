@@ -65,6 +65,14 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         [(SUM, f"{BEHIND}    one[0] *= -1 if rank == 1 else 1\n")],
         "1 of 12 gradients are wrong on rank 1 only (head.weight)",
     ),
+    "no gradient on a rank": (
+        [(SUM, f"{SUM}    if rank == 1:\n        model.head.weight.grad = None\n")],
+        "1 of 12 gradients are wrong on rank 1 only (head.weight)",
+    ),
+    "only a rank clips": (
+        [("    torch.nn.utils.clip", "    if rank == 0:\n        torch.nn.utils.clip")],
+        "12 of 12 gradients are wrong on rank 1, 2 only",
+    ),
     "the norm of a rank's weights": (
         [(CLIP, "list(model.parameters())[rank::P], 0.5")],
         "clipped_per_rank; the norm for clipping is",
@@ -204,7 +212,7 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "drops": set()}
     seen |= {"messages": [], "dtypes": set(dtypes)}
     step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None, "left": []}
-    return Job("", folder, [{"weights": dict.fromkeys(names), "steps": [step]}])
+    return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step]}])
 
 
 @pytest.mark.parametrize("lost", ["attention_mask", "weights"])
