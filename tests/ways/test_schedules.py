@@ -88,9 +88,15 @@ def test_every_mask_and_layout(ranks, way, shape):
     assert_right_results(ranks, way, shape, problems)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_other_dtypes_scales_and_batches(ranks, dtype):
-    """Of other ways: below."""
+@pytest.mark.parametrize(
+    ("way", "shape", "dtype"),
+    [
+        *(("ring", 3, dtype) for dtype in DTYPES[1:]),
+        *(pytest.param(*each, torch.bfloat16, marks=pytest.mark.slow) for each in SOME[1:]),
+    ],
+    ids=name_of,
+)
+def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
     options = [
         {},
         {"causal": True, "layout": "zigzag"},
@@ -99,7 +105,7 @@ def test_other_dtypes_scales_and_batches(ranks, dtype):
     ]
     problems = [Problem(6, 3, 48, each, dtype=dtype, batch=2, head_dim=16) for each in options]
     problems.append(Problem(6, 1, 48, dtype=dtype))  # copies of one K/V head, whose gradients are added
-    assert_right_results(ranks, "ring", 3, problems)
+    assert_right_results(ranks, way, shape, problems)
 
 
 @pytest.mark.slow
