@@ -110,6 +110,11 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     norm, count = math.hypot(*(norm for norm, _ in sizes.values())), sum(n for _, n in sizes.values())
     if not math.isfinite(norm):
         raise CannotExamine(f"a gradient of the first job is not finite: {one.command}")
+    if sizes and not norm:
+        raise CannotExamine(
+            f"all gradients of step {step + 1} of the first job are 0 when its optimizer begins the step; those that a "
+            f"closure computes inside of the step are not seen: {one.command}"
+        )
     floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in sizes.items()}
     changes = {name: x / max(sizes[name][0], floors[name], 1e-300) for name, x in changes.items()}
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0

@@ -61,6 +61,8 @@ class Recorder:
         self.clipped: set[str] = set()  # weights whose gradients were seen before clipping
         self.read: set[int] = set()  # weights whose optimizer has begun its step
         self.left: list[str] = []  # other weights with a gradient
+        self.later: list[str] = []  # weights of optimizers that have made no step
+        self.scale = 1.0  # of gradients, which an optimizer divides by inside of its step
         self.dtypes: set[str] = set()  # of gradients
 
     # While the model computes --------------------------------------------------------------------------------------
@@ -197,11 +199,14 @@ class Recorder:
         if self.backwards:
             raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        scale = getattr(optimizer, "grad_scale", None)  # that of a GradScaler, if the optimizer is fused
+        self.scale = 1.0 if scale is None else float(scale)
         self.write_gradients([weight for weight in weights if id(weight) not in self.read])
         self.read |= set(map(id, weights))
-        left = {id(x): name for name, x in self.named if x.grad is not None and id(x) not in self.read}
-        self.left = [*left.values()]
-        if not left.keys() & set(map(id, self.of_optimizers([]))):
+        known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
+        self.left = [name for name, x in named if x.grad is not None]
+        self.later = [name for name, x in named if id(x) in known]
+        if not set(self.left).intersection(self.later):
             self.end_step()
 
     def of_optimizers(self, others: list[Any]) -> list[Any]:
@@ -221,7 +226,7 @@ class Recorder:
         for one in self.passes:
             del one["sums"]
         seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "left": self.left}
-        self.steps.append(seen | {"reported": reported, "returned": [*returned]})
+        self.steps.append(seen | {"later": self.later, "reported": reported, "returned": [*returned]})
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
@@ -250,7 +255,8 @@ class Recorder:
             full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
             if not self.rank or not alike:
                 of = "all" if alike else self.rank
-                torch.save(full.clone(), FOLDER / f"{kind}-{at}-{name.replace('/', ':')}-{of}.pt")
+                full = full.clone() if self.scale == 1 else full.double() / self.scale
+                torch.save(full, FOLDER / f"{kind}-{at}-{name.replace('/', ':')}-{of}.pt")
         self.now = fresh()  # without the messages of gradients
         return written
 

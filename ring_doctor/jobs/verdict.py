@@ -93,8 +93,13 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
         said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
-        left = [name for of in one.ranks for n in range(steps) for name in of["steps"][n]["left"] if name not in read]
-        last = f"No optimizer used the gradients of {_some(sorted(set(left)))} until then, so they were not compared."
+        seen = [of["steps"][n] for of in one.ranks for n in range(steps)]
+        later = set.intersection(*(set(at["later"]) for at in seen))
+        left = {name for at in seen for name in at["left"]} - read - later
+        last = f"The optimizer of {_some(sorted(later))} made no step until then, so "
+        last += f"their gradients were not compared: --steps {steps + 1} may compare them."
+        verdict.lines += [last] if later else []
+        last = f"No optimizer used the gradients of {_some(sorted(left))} until then, so they were not compared."
         verdict.lines += [last] if left else []
         verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
         copies = [len({n for n, _ in at}) == len(whole.text) for at in whole.at] if whole.cp == 1 else [False]

@@ -211,7 +211,8 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     torch.save(torch.tensor([size, 3.0]), folder / f"before-0-{names[-1]}-0.pt")
     seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "drops": set()}
     seen |= {"messages": [], "dtypes": set(dtypes)}
-    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None, "left": []}
+    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
+    step |= {"left": [], "later": []}
     return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step]}])
 
 
@@ -239,6 +240,28 @@ def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
         compare(one, many, None, 1)
 
 
+def test_gradients_of_zero_only_are_told(tmp_path):
+    jobs = [small_job(tmp_path / name, 0.0) for name in ("one", "many")]
+    for job in jobs:
+        torch.save(torch.zeros(2), job.folder / "before-0-weight-0.pt")
+    with pytest.raises(CannotExamine, match=r"all gradients of step 1 of the first job are 0 .* a closure"):
+        compare(*jobs, None, 1)
+
+
+def test_a_weight_that_a_rank_lacks_is_told(tmp_path):
+    one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
+    many.ranks.append(many.ranks[0] | {"rank": 1, "weights": {}})
+    with pytest.raises(CannotExamine, match="rank 1 of the second job has no weight weight, as rank 0 has"):
+        compare(one, many, None, 1)
+
+
+def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):
+    one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"]) for name in ("one", "many"))
+    one.ranks[0]["steps"][0]["later"] = ["other"]
+    said = "The optimizer of other made no step until then, so their gradients were not compared: --steps 2 may"
+    assert said in str(compare(one, many, None, 1))
+
+
 @pytest.mark.parametrize("doctor", [b"", b"\n"], ids=["was killed", "ends the job"])
 @pytest.mark.parametrize("name", ["ring-doctor-abc_1234", "mine"])
 def test_the_guard_removes_the_temporary_folder_of_a_killed_doctor(doctor, name, tmp_path):
@@ -251,7 +274,7 @@ def test_the_guard_removes_the_temporary_folder_of_a_killed_doctor(doctor, name,
 def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_path, monkeypatch):
     """Those of the other, whose module is another, may change until then. None steps during backward."""
     monkeypatch.setenv("RING_DOCTOR_FOLDER", str(tmp_path))
-    monkeypatch.setenv("RING_DOCTOR_STEPS", "2")
+    monkeypatch.setenv("RING_DOCTOR_STEPS", "3")
     recorder = SimpleNamespace(**runpy.run_path(str(ROOT / "ring_doctor/jobs/recorder.py")))
     seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     head(body(torch.ones(2))).sum().backward()
@@ -268,6 +291,18 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     assert len(seen.steps) == 1
     for name, weight in torch.nn.ModuleList([body, head]).named_parameters():
         assert torch.equal(weight.grad, torch.load(tmp_path / f"before-0-{name}-0.pt"))
+    seen.passes, optimizers[0].grad_scale = [recorder.fresh()], torch.tensor(4.0)  # as GradScaler leaves it to the step
+    right = body.weight.grad / 4
+    optimizers[1].zero_grad()
+    seen.step(optimizers[0])
+    assert torch.equal(torch.load(tmp_path / "before-1-0.weight-0.pt"), right)
+    assert seen.steps[1]["later"] == ["1.weight", "1.bias"]
+    seen.passes = [recorder.fresh()]
+    seen.clip(lambda *_: torch.ones(()), body.parameters(), (1.0,), {})
+    optimizers[0].zero_grad()  # after clipping
+    monkeypatch.setattr(seen, "end", lambda: None)
+    seen.step(optimizers[0])
+    assert not torch.load(tmp_path / "gradient-2-0.weight-0.pt").any()
 
 
 LOSS = SCRIPT[SCRIPT.index("    logits =") : SCRIPT.index(SUM)]
