@@ -47,8 +47,12 @@ done
 case $killed${home##*/} in 1ring-doctor-????????) rm -rf "$home"; esac"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
 TAIL = 6  # lines of a job before its error
-ERROR = re.compile(r"(\[\w+\]: ?)*(\w+\.)*\w+(Error|Exception)\b")
-HANDLED = re.compile(r"(\[\w+\]: ?)*(During handling of|The above exception)")  # the line after another error's cause
+MESSAGE = 6  # lines of an error's message
+TRACEBACK = re.compile(r"(?! ).*Traceback \(most")  # perhaps behind a progress bar
+PREFIX = re.compile(r"((?:\[\w+\]: ?)*)(.*)")  # of a rank, and what it says
+HANDLED = ("During handling of", "The above exception")  # the line after another error's cause
+NEXT = re.compile(rf"Traceback |{'|'.join(HANDLED)}|\[?[A-Z]\d{{4}} \d")  # what is no line of a message; a log's line
+LAUNCHER = re.compile(r"(\w+\.)*(ChildFailedError|ProcessRaisedException)\b")  # of torchrun and mp.spawn: a rank failed
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,31 @@ def _who_waits(folder: Path, steps: int) -> str:
 
 
 def _failed(how: str, command: str, output: Path) -> CannotExamine:
-    """How a job failed, with the first error that ended a rank, whole, and the lines before it; or its last lines."""
+    """How a job failed, with the error that ended a rank first, whole, and the lines before it; or its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    pairs = enumerate(itertools.pairwise([*lines, ""]))
-    failed = [n for n, (line, after) in pairs if ERROR.match(line) and not HANDLED.match(after)]
-    last = ([n for n in failed if not LOST_CONNECTION.search(lines[n])] or failed or [len(lines) - 1])[0]
-    cut = [f"{line:.160}" for line in lines[max(0, last - TAIL) : last]]
-    tail = [f"\n  | {line}" for line in cut + lines[last:][:1]]
+    errors, end = [], len(lines)
+    for begin, error in _errors(lines):
+        if LAUNCHER.match(PREFIX.sub(r"\2", lines[error[0]])):
+            end = min(end, begin)
+        else:
+            errors.append(error)
+    lost = [error for error in errors if LOST_CONNECTION.search(" ".join(lines[n] for n in error))]
+    first, *more = next((x for x in errors if x not in lost), (lost or [[end - 1]])[0])
+    cut = [f"{line:.160}" for line in lines[max(0, first - TAIL) : max(0, first)]]
+    tail = [f"\n  | {line}" for line in cut + lines[first : first + 1] + [lines[n] for n in more]]
     return CannotExamine(f"the job {how}: {command}{''.join(tail)}")
+
+
+def _errors(lines: list[str]) -> list[tuple[int, list[int]]]:
+    """Where each traceback begins, and the lines of its error's message, of errors that were not handled."""
+    said, found = [PREFIX.fullmatch(line).groups() for line in lines], []  # type: ignore[union-attr]
+    for begin, (rank, text) in enumerate(said):
+        if not TRACEBACK.match(text):
+            continue
+        own = [n for n in range(begin + 1, len(lines)) if said[n][0] == rank]
+        own = [*itertools.dropwhile(lambda n: said[n][1].startswith((" ", "Traceback ")), own)]
+        message = [*own[:1], *itertools.takewhile(lambda n: not NEXT.match(said[n][1]), own[1:])]
+        after = own[len(message) : len(message) + 1]
+        if message and not (after and said[after[0]][1].startswith(HANDLED)):
+            found.append((begin, message[:MESSAGE]))
+    return found

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.job import GUARD, Job, run_job
+from ring_doctor.jobs.job import GUARD, Job, _failed, run_job
 from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
@@ -238,6 +238,38 @@ def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
     torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-head-0.pt")
     with pytest.raises(CannotExamine, match=f"{names[-1]} has a gradient in the second job only"):
         compare(one, many, None, 1)
+
+
+BEGIN = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n'
+ENDS = f"{BEGIN}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nt.py FAILED\n"
+LOG = "E1129 17:00:01.000000 12 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)\n"
+SPAWNED = f"{BEGIN}torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with this:\n"
+OUTPUTS = {  # what a job has written, and the end of what is shown
+    "sys.exit": (f"no config.yaml\n{LOG}{ENDS}", f"  | no config.yaml\n  | {LOG}"),
+    "StopIteration": (f"{BEGIN}StopIteration\n{LOG}{ENDS}", "  | StopIteration\n"),
+    "mp.spawn": (f"{SPAWNED}{BEGIN}ValueError: of rank 1\n", "  | ValueError: of rank 1\n"),
+    "a log": (f"ConnectionError: offline\n{BEGIN}ValueError: a reason\n{LOG}{ENDS}", "  | ValueError: a reason\n"),
+    "three lines": (
+        f"{BEGIN}ValueError: one\n  two\nthree\n{LOG}{ENDS}",
+        "  | ValueError: one\n  |   two\n  | three\n",
+    ),
+    "a cause": (f"{BEGIN}KeyError: 1\n\nDuring handling of it:\n\n{BEGIN}ValueError: 2\n", "  | ValueError: 2\n"),
+    "two ranks": (
+        "[rank1]: Traceback (most\n"
+        "[rank0]: Traceback (most\n[rank1]: ValueError: 1\n[rank0]: E: timed out\n[rank1]: 2\n",
+        "  | [rank1]: ValueError: 1\n  | [rank1]: 2\n",
+    ),
+    "a rank is lost": (f"{BEGIN}E: Broken pipe\n{LOG}{ENDS}", "  | E: Broken pipe\n"),
+    "a progress bar": (f"50 %{BEGIN}ValueError: 1\n{LOG}{ENDS}", "  | ValueError: 1\n"),
+    "nothing": ("", "had failed: command\n"),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_reason_of_a_job_that_failed_is_shown_whole(output, tmp_path):
+    wrote, shown = OUTPUTS[output]
+    (tmp_path / "output").write_text(wrote)
+    assert f"{_failed('had failed', 'command', tmp_path / 'output')}\n".endswith(shown)
 
 
 def test_gradients_of_zero_only_are_told(tmp_path):
