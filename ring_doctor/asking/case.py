@@ -193,8 +193,8 @@ def _right(case: Case) -> dict[str, Right]:
     if case.inputs in UNROUNDED:  # and yet kernels sum lse from weights in 16 bits
         wide = case.exact(*(x.float() for x in case.whole()))
         right |= {name: replace(x, dtype=case.dtype) for name, x in wide.items() if name != "lse"}
-        for name, columns in (("out", 2), ("dq", 1)) if case.causal else ():
-            right[name].sums[..., -columns:] += A_PIECE * right[name].exact[..., -columns:].abs()
+        for name in right.keys() - {"lse"}:
+            right[name].sums.add_(A_PIECE * right[name].exact.abs())
     return right
 
 
@@ -218,7 +218,7 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     return results | found | {"dsinks": d_sinks}
 
 
-A_PIECE = 0.6  # of a number in the last columns
+A_PIECE = 0.6  # of a number: right rings may round each piece that they compute
 FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
 HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
 LARGE = 800.0  # added to or taken from the scores of `large` inputs: the weights are as before
@@ -237,56 +237,55 @@ def _silent_rank(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> 
 
 
 def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """Weights are 0, 1, 1/2 or 1/4. Means over four blocks can be stored in 16 bits; means over some of them cannot.
+    """Weights are 0, 1, 1/2 or 1/4. The values of four blocks cancel but for a small rest.
 
     A query sees only the first key of each block: column 0 hides the others. Three such keys would need weights of 1/3,
     so column 1 hides all but the first key of block 0 from these queries.
-    Right rings compute some blocks in one piece: a hybrid the rows of its 2 x 2 mesh; under a causal mask, what has
-    gathered all keys, the blocks before its own. The means over these blocks can be stored too, but in two columns:
-    there one rounded piece moves the mean by less than A_PIECE of it, and roundings from the first block on by all.
+    Right rings compute some blocks in one piece and round it: whichever blocks that are, they move the rest by half of
+    it at most. A running sum, or mean, that is rounded at each block moves it by three quarters of it at least.
+    Half precision for bfloat16 cannot hold the last column at all.
     """
     half = torch.finfo(case.dtype).eps / 2
-    rows = [(1, -1, 1, -1), (1, 0, half, half), (half, half, 1, 0), (1, 1 + 4 * half, 1 + 2 * half, 1 + 2 * half)]
-    rows = [(half, 0.75 + half, half, 0.75 - half), (half, half, 4 * half, 1)] if case.causal else rows
+    means = 1.5, 0.8125 * half, -0.8125 * half, -1.5 - 2 * half
     first = _in_order(case)[:, 0]
     q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     of_few = case.visible()[:, first].sum(dim=1) == 3
     q[..., 0], q[..., 1] = HIDES[0] * ~of_few, HIDES[0] * of_few
     k[..., :2] = HIDES[1]
     k[:, :, first, 0], k[:, :, first[0], 1] = 0.0, 0.0
-    v[:, :, first] = _patterns(rows, case.kv_heads, case.head_dim)
-    if case.causal:
-        rows = [(0.25 + 1.5 * half, 2.75, 2.75 * half, -3), (0.6875 * half, 1, 0.8125 * half, -1)]
-        v[:, :, first, -2:] = _patterns(rows, case.kv_heads, 2)
+    v[:, :, first] = _patterns([_parts(half), means], case.kv_heads, case.head_dim)
+    v[..., -1] *= 2.0**-40 if case.dtype == torch.bfloat16 else 1.0
     return q, k, v, d_out
 
 
 def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """Each gradient is a sum of four parts that can be stored in 16 bits; the sum of some of the parts cannot.
+    """Each gradient is a sum of four parts, as the sums of `_sums`.
 
     Of two keys with equal weights one has the value 1 and the other -1, so out and delta are 0 and dP is dO or -dO.
-    dk and dv, sums over ranks: of each rank one query sees the first two keys of block 0, which all ranks see.
     dq, a sum over blocks: the last query of each rank sees the first two keys of each block, if no mask hides one.
-    The dO of all other queries is 0. In 16 bits 1 + half is 1. The last column is as two of `_sums`.
+    dk and dv, sums over ranks: the query before it sees the next two keys, of block 0 alone if a mask hides others.
+    The dO of all other queries is 0.
     """
-    half = torch.finfo(case.dtype).eps / 2
-    by_rank = (1, 0, half, half), (half, half, 1, 0)
-    by_block = ((half, half, 0, 1), (half, half, 1, 0)) if case.causal else by_rank
-    keys, last_two = _in_order(case)[:, :2], _in_order(case)[:, -2:]
-    patterns = _patterns(by_rank, case.kv_heads, case.head_dim - 1)
+    rows = [_parts(torch.finfo(case.dtype).eps / 2)]
+    keys, last_two = _in_order(case)[:, :4], _in_order(case)[:, -2:]
+    of_blocks, of_ranks = keys[:, :2].flatten(), keys[: 1 if case.causal else FOUR, 2:].flatten()
+    patterns = _patterns(rows, case.kv_heads, case.head_dim - 1)
     q, k, v, d_out = (torch.zeros_like(x) for x in (q, k, v, d_out))
     k[..., :2] = HIDES[1]
-    k[:, :, keys.flatten(), 0], k[:, :, keys[0], 1] = 0.0, 0.0
-    k[:, :, keys[:, 0], 2:] = _patterns(by_block, case.kv_heads, case.head_dim - 2)
-    if case.causal:
-        k[:, :, keys[:, 0], -1] = torch.tensor([1, 0.75 * half, 0.75 * half, -1], dtype=k.dtype)
-    v[:, :, keys[0], 0] = torch.tensor([1.0, -1.0], dtype=v.dtype)
-    v[:, :, keys.flatten(), 1] = torch.tensor([1.0, -1.0], dtype=v.dtype).repeat(FOUR)
+    k[:, :, of_blocks, 0], k[:, :, of_ranks, 1] = 0.0, 0.0
+    k[:, :, keys[:, 0], 2:] = _patterns(rows, case.kv_heads, case.head_dim - 2)
+    for column, seen in enumerate((of_ranks, of_blocks)):
+        v[:, :, seen, column] = torch.tensor([1.0, -1.0], dtype=v.dtype).repeat(len(seen) // 2)
     q[..., 1] = HIDES[0]
     d_out[:, :, last_two[:, 0], 0], d_out[:, :, last_two[:, 0], 2:] = patterns[..., 0], patterns[..., 1:]
-    of_all = last_two[case.visible()[last_two[:, 1]][:, keys.flatten()].all(dim=1), 1]
+    of_all = last_two[case.visible()[last_two[:, 1]][:, of_blocks].all(dim=1), 1]
     q[:, :, of_all, 0], q[:, :, of_all, 1], d_out[:, :, of_all, 1] = HIDES[0], 0.0, 1.0
     return q, k, v, d_out
+
+
+def _parts(half: float) -> tuple[float, ...]:
+    """Four parts of a sum: in 16 bits 1 + half is 1, and 1 + 1.125 half is 1 + 2 half, which adds as much again."""
+    return 1.125 * half, 1, 1.125 * half, -1
 
 
 def _in_order(case: Case) -> Tensor:
@@ -295,9 +294,9 @@ def _in_order(case: Case) -> Tensor:
 
 
 def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
-    """(1, heads, 4, columns): a row of numbers for each column, the next one for the next column or head."""
-    row = (torch.arange(heads)[:, None] + torch.arange(columns)) % len(rows)
-    return torch.tensor(rows, dtype=torch.float64)[row].mT[None]
+    """(1, heads, 4, columns): a row of numbers for each column of each head; then the rows turned by one block more."""
+    turned = torch.tensor([[*row[n:], *row[:n]] for n in range(FOUR) for row in rows], dtype=torch.float64)
+    return turned[torch.arange(heads * columns).view(heads, columns) % len(turned)].mT[None]
 
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:

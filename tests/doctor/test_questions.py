@@ -393,6 +393,39 @@ def test_on_paper_sums_in_16_bits_show(how, mask, name):
         assert judged(question, stored).wrong.keys() >= shows, variant
 
 
+def partitions(blocks):
+    """All ways to put the blocks into pieces."""
+    if not blocks:
+        return [[]]
+    first, *others = blocks
+    return [
+        [*some[:n], [first, *piece], *some[n + 1 :]]
+        for some in partitions(others)
+        for n, piece in enumerate([*some, []])
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", MASKS)
+def test_right_rings_may_round_each_piece_whichever_blocks_or_ranks_it_has(mask, dtype):
+    for inputs, names in zip(UNROUNDED, (["out"], ["dq", "dk", "dv"]), strict=True):
+        case = Case(4, 32, *mask, inputs=inputs, dtype=dtype)
+        q, k, v, d_out = (x.double() for x in case.whole())
+        p = (0.5 * q @ k.mT).masked_fill(~case.visible(), -math.inf).softmax(dim=-1)
+        d_s = 0.5 * p * (d_out @ v.mT - (d_out * (p @ v)).sum(dim=-1, keepdim=True))
+        for partition in partitions(range(4)):
+            sums = dict.fromkeys(names, 0)
+            for piece in partition:
+                at = torch.cat([case.positions(rank) for rank in piece])
+                share = p[..., at].sum(dim=-1, keepdim=True)
+                out = p[..., at] @ v[:, :, at] / share.where(share > 0, 1.0)
+                dk, dv = d_s[:, :, at].mT @ q[:, :, at], p[:, :, at].mT @ d_out[:, :, at]
+                parts = {"out": out, "dq": d_s[..., at] @ k[:, :, at], "dk": dk, "dv": dv}
+                for name in names:
+                    sums[name] = sums[name] + parts[name].to(dtype).double() * (share if name == "out" else 1)
+            assert all(case.right()[name].accepts(sums[name].to(dtype)) for name in names), partition
+
+
 # Real rings --------------------------------------------------------------------------------------------------------
 
 
