@@ -7,7 +7,7 @@ The numbers show what random numbers hide: overflow, sums in 16 bits, the weight
     normal             random, 1.5 times a standard normal q
     large              every score is about 800 or about -800: e^800 overflows and e^-800 is 0
     silent rank        no number of the last rank's out enters the loss, as where a rank has nothing but padding
-    16-bit sums        a right ring of 4 ranks rounds nothing to 16 bits, one that sums in 16 bits does; gradients alike
+    16-bit sums        of 4 ranks: sums that cancel but for a rest, which running sums in 16 bits lose; gradients alike
     X-ray 1, X-ray 2   the results are the weights W of attention and the gradients dS of its scores
 
 Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
@@ -219,7 +219,7 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
 
 
 A_PIECE = 0.6  # of a number: right rings may round each piece that they compute
-FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
+FOUR = 4  # ranks of the inputs that show sums in 16 bits
 HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
 LARGE = 800.0  # added to or taken from the scores of `large` inputs: the weights are as before
 

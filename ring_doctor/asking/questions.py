@@ -218,7 +218,7 @@ def _case_of_states(patient: Patient, plain: dict[str, Any]) -> Any:
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
-    """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
+    """Inputs that show sums in 16 bits. Their scale, 1/√D, must be a power of 2."""
     bits = (case.head_dim - 1).bit_length()
     S = max(8, patient.chunk) * case.world_size
     D = max(4, 4 ** ((bits + 1) // 2))
