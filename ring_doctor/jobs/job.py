@@ -118,7 +118,7 @@ def run_job(
                 passed = time.monotonic() - began
                 tell(f"{passed:.0f} s: {command}")
                 if passed > seconds:
-                    raise _failed(f"had not ended after {seconds:g} s: {_who_waits(folder, steps)}", command, output)
+                    raise failed_job(f"had not ended after {seconds:g} s: {_who_waits(folder, steps)}", command, output)
                 time.sleep(0.05)
             (folder / "end").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,7 +127,7 @@ def run_job(
             end.communicate(b"\n")
             process.wait()
     if not _all_wrote(folder):
-        raise _failed(f"ended too early (status {process.returncode}): {_who_waits(folder, steps)}", command, output)
+        raise failed_job(f"ended too early (status {process.returncode}): {_who_waits(folder, steps)}", command, output)
     ranks = [torch.load(file) for file in folder.glob("seen-*.pt")]
     return Job(command, folder, sorted(ranks, key=lambda seen: seen["rank"]))
 
@@ -145,7 +145,7 @@ def _who_waits(folder: Path, steps: int) -> str:
     return f"no process had made step {steps} of an optimizer of torch.optim after a backward pass"
 
 
-def _failed(how: str, command: str, output: Path) -> CannotExamine:
+def failed_job(how: str, command: str, output: Path) -> CannotExamine:
     """How a job failed, with the error that ended a rank first, whole, and the lines before it; or its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     errors, end = [], len(lines)

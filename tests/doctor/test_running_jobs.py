@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.job import GUARD, Job, _failed, run_job
+from ring_doctor.jobs.job import GUARD, Job, failed_job, run_job
 from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
@@ -269,7 +269,7 @@ OUTPUTS = {  # what a job has written, and the end of what is shown
 def test_the_reason_of_a_job_that_failed_is_shown_whole(output, tmp_path):
     wrote, shown = OUTPUTS[output]
     (tmp_path / "output").write_text(wrote)
-    assert f"{_failed('had failed', 'command', tmp_path / 'output')}\n".endswith(shown)
+    assert f"{failed_job('had failed', 'command', tmp_path / 'output')}\n".endswith(shown)
 
 
 def test_gradients_of_zero_only_are_told(tmp_path):
