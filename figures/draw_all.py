@@ -24,7 +24,7 @@ PAGES = pictures("kv_rotation message_order flat_ring scoreboard speed crossover
 CHAPTERS = pictures(  # chapters draw them
     "running_softmax memory block_schedule ring_timeline gradients_home overlap_timeline causal_layouts "
     "backward_timeline overlap_threshold slow_hop max_context token_loss mesh loss_curves "
-    "masked_ring generation retrieval chosen_keys tokens_to_heads double_ring state_ring"
+    "masked_ring generation tokens_to_heads double_ring state_ring"
 )
 NARROW = {
     name: import_module(f"figures.{name}") for name in ("kv_rotation", "message_order", "causal_layouts")

@@ -7,11 +7,9 @@ $ python -m figures.draw_all    # draws again
 from statistics import median
 
 import torch
-from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from bench import record
 from bench.memory import lengths as longest
-from bench.retrieval import LONGER, RUNS, SQUEEZED, accuracies, lengths
 from bench.speed import TORCH, ZIGZAG, ZIGZAG_MEMORY, speeds
 from bench.speed import TRAIN as TRAINING
 from bench.wires import TRAIN, timed
@@ -305,57 +303,4 @@ def generation() -> drawing.Picture:
     for i, (way, label) in enumerate(key.items()):
         shapes.box(page, 70, 518 + 30 * i, 22, 16, fc=colours[way])
         drawing.write(page, 102, 526 + 30 * i, label)
-    return figure
-
-
-def retrieval() -> drawing.Picture:
-    """Three heat maps and a line chart: the share of right answers by the length of the text, 32 to 256 lines, and by
-    the depth of the line. The model trained on 32 lines in one process finds nearly all lines of such texts. In longer
-    texts it fails, first at the top of the text: with 256 lines it finds about 1 in 10 of the first lines and about
-    half of the last. The model that a ring of 4 trained on 128 lines finds nearly all lines of texts up to 128 lines at
-    every depth. With 256 lines it fails at the top as well. The first model, when its positions are squeezed into those
-    of 32 lines, still finds about 9 in 10 lines of texts of 256.
-    """
-    pale, dark = "#D79BBB", "#8C1D40"  # no block: no block's colour
-    shades = LinearSegmentedColormap.from_list("accuracy", [drawing.PAGE, pale, dark])
-    drawn = {name: ranks for name, ranks in RUNS.items() if name != LONGER}
-    looks = dict(zip(drawn, ((pale, "s", "-"), (dark, "o", "-"), (pale, "D", (0, (1, 1.4)))), strict=True))
-    results = record.load("retrieval")
-    on, kept = results["machine"], results["rows"][0]["kept_bytes"][0] / 2**20
-    said = f"right answers in %, mean of {len(results['seeds'])} seeds, {results['steps']} steps"
-    said += f"   {kept:.0f} MiB kept for the backward pass on each rank"
-    said += f"   {on['cores']} cores, {on['date'][:10]}"
-    title = "Line retrieval: a ring of 4 trains on 4 times the context"
-    figure, _ = shapes.headed(840, retrieval, title, {65: said})
-    lines, what = lengths(results["lines"]), "lines in the text; dashed: the longest texts of the training"
-    below = shapes.numbers(figure, (0.075, 0.09, 0.905, 0.3), x=what, y="right answers, %")
-    for i, (name, ranks) in enumerate(drawn.items()):
-        seen = accuracies(results, name)  # (seeds, lengths, depths)
-        mean = 100 * seen.mean(dim=0)
-        place, depth = (0.075 + 0.313 * i, 0.505, 0.279, 0.34), "" if i else "depth of the line"
-        ax = shapes.numbers(figure, place, x="lines; right of the bar: never seen", y=depth, title=name)
-        ax.imshow(mean.T.numpy(), cmap=shades, vmin=0, vmax=100, aspect="auto")
-        for x, column in enumerate(mean):
-            for y, share in enumerate(column.tolist()):
-                ink = ink_on(to_hex(shades(share / 100)).upper())
-                ax.text(x, y, f"{share:.0f}", fontsize=0.72 * drawing.TEXT, color=ink, ha="center", va="center")
-        trained = lines.index(ranks * results["lines"])
-        ax.axvline(trained + 0.5, color=drawing.INK, lw=2.5)
-        ax.grid(visible=False)
-        ax.set_xticks(range(len(lines)), lines)
-        ax.set_yticks([0, mean.shape[1] - 1], ["first", "last"] if i == 0 else ["", ""])
-        colour, marker, dashes = looks[name]
-        below.plot(lines, mean.mean(dim=1), color=colour, ls=dashes, lw=2.5)
-        for one in 100 * seen.mean(dim=2):
-            below.plot(lines, one, color=colour, marker=marker, ls="", ms=7, mec=drawing.INK, mew=0.6)
-        look = {"color": colour, "ls": dashes, "marker": marker, "ms": 7, "mec": drawing.INK, "mew": 0.6}
-        below.plot([], [], lw=2.5, label=name, **look)
-        if name != SQUEEZED:
-            below.axvline(lines[trained], color=colour, lw=1.5, ls=(0, (4, 3)))
-    below.set_xscale("log", base=2)
-    below.set_xticks(lines, lines)
-    below.minorticks_off()
-    below.set_ylim(0, 104)
-    look = {"fontsize": 0.72 * drawing.TEXT, "frameon": False, "labelcolor": drawing.INK}
-    below.legend(loc="lower left", bbox_to_anchor=(0.06, 0), **look)
     return figure

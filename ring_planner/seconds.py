@@ -13,7 +13,7 @@ causal call, then whole blocks on the last rank; striped, a causal call in every
 
 Shapes: numbers only, as in ways.py. All times are modelled, of attention only: no projections, no feedforward.
 
-A reader may skip this file: chapter 18 prints its times. Before: round_costs.py. After: step.py.
+A reader may skip this file: chapter 17 prints its times. Before: round_costs.py. After: step.py.
 Source: Liu et al. 2024, algorithm 1; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et
 al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP).
 """

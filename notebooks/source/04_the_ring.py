@@ -257,7 +257,7 @@ print(check_ring_order(my_order))
 # - Q stays. K and V go from neighbour to neighbour, in $P - 1$ hops. No rank keeps all blocks.
 #
 # You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge`: you have met all of them above and in chapter 1. Write one function, its helper
-# functions inside of it. The [doctor](16_rings_that_were_wrong.ipynb) examines your ring on 3 and 4 processes, in some ten seconds, a deadlock in half a minute. It compares with full
+# functions inside of it. The [doctor](15_rings_that_were_wrong.ipynb) examines your ring on 3 and 4 processes, in some ten seconds, a deadlock in half a minute. It compares with full
 # attention in float64, and says which mistake it finds, or in which line each rank waits.
 
 

@@ -10,7 +10,7 @@
 # # 9 · Hidden communication, and how far it reaches
 #
 # Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. Whether that hides them depends on one
-# number, the tokens of a rank's [chunk](../docs/glossary.md#chunk), $C = S/P$. The example of this chapter, and of chapters 17 and 18, is
+# number, the tokens of a rank's [chunk](../docs/glossary.md#chunk), $C = S/P$. The example of this chapter, and of chapters 16 and 17, is
 # Llama 8B on H100s, with 131,072 tokens (128K) and with 1,048,576 (1M). After this chapter you can
 #
 # - compute the shortest chunk that hides its messages, from the FLOP/s and the bytes/s that are reached,
@@ -18,7 +18,7 @@
 # - say how long a sequence P devices reach.
 #
 # Tracks *plan* and *other ways*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises. Next:
-# [13 · documents and windows](13_documents_and_windows.ipynb), and then [17 · the other ways round](17_the_other_ways_round.ipynb).
+# [13 · documents and windows](13_documents_and_windows.ipynb), and then [16 · the other ways round](16_the_other_ways_round.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -84,7 +84,7 @@ assert (flops, hop) == (32, 16)
 #
 # What counts is what a kernel and a wire **reach**. In attention an H100 reaches 652 TFLOP/s with cuDNN's kernel, and 590 in the backward
 # pass. Messages reach some 360 GB/s over a link inside a host, NVLink, and 35 GB/s through a [NIC](../docs/glossary.md#nic), which leaves
-# the host. (Data sheets say 989, 450 and 50; the shares of the wires are the planner's assumption, and yours may differ: chapter 18.)
+# the host. (Data sheets say 989, 450 and 50; the shares of the wires are the planner's assumption, and yours may differ: chapter 17.)
 
 
 # %%
@@ -287,4 +287,4 @@ print(check_peak_memory_backward(my_peak_backward))
 #
 # Open [`hidden_communication.py`](../ring_planner/hidden_communication.py) now: the counts of this page, and table 2 of the
 # paper, recomputed. Next:
-# [13 · documents and windows](13_documents_and_windows.ipynb), and then [17 · the other ways round](17_the_other_ways_round.ipynb).
+# [13 · documents and windows](13_documents_and_windows.ipynb), and then [16 · the other ways round](16_the_other_ways_round.ipynb).

@@ -281,4 +281,4 @@ print(check_hops(my_hops))
 #
 # Open [`documents.py`](../ringlab/ring/documents.py) now: packed documents and windows, on processes. How
 # fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next, on the track *use*:
-# [14 · generation](14_generation.ipynb), and on *plan* and *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb).
+# [14 · generation](14_generation.ipynb), and on *plan* and *other ways*: [16 · the other ways round](16_the_other_ways_round.ipynb).

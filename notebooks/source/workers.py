@@ -14,10 +14,9 @@ from bench.memory import kept_bytes
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather, scatter
 from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
-from ringlab.ring import backward, flash_ring, latent_ring
+from ringlab.ring import backward, flash_ring
 from ringlab.states import state_ring
 from ringlab.support import timeline
-from ringlab.support.messages import Watch
 from ringlab.support.processes import RankContext
 
 
@@ -143,19 +142,3 @@ def changed_rings(context: RankContext, changes: list[tuple[str, str]], layout: 
         mine = results(ring, *(x[:, :, at] for x in (q, k, v, d_out)))
         off.append([float((a - b).norm() / b.norm()) for a, b in zip(mine, right, strict=True)])
     return off
-
-
-def latents_sent(context: RankContext) -> dict[str, int]:
-    """The bytes that this rank sends for 16 heads of 32 + 8 numbers, from latents of 32: as K and V, and as latents."""
-    q, c, rope = (torch.randn(1, *shape) for shape in ((16, 64, 40), (64, 32), (64, 8)))
-    w_k, w_v = torch.randn(2, 16, 32, 32)
-    k, v = latent_ring.heads_of(torch.cat([c, rope], dim=-1)[:, None], torch.cat([w_k, w_v], dim=1), 32)
-    sent = {}
-    for name, ring in (
-        ("K and V of 16 heads", lambda: flash_ring.ring_flash_attention(q, k, v)),
-        ("latents", lambda: latent_ring.ring_latent_attention(q, c, rope, w_k, w_v)),
-    ):
-        with Watch() as watch:
-            ring()
-        sent[name] = sum(message.bytes for message in watch.messages if message.kind == "send")
-    return sent

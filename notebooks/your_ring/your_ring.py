@@ -10,7 +10,7 @@
 # # Workshop: write the ring yourself
 #
 # Make an empty file, `my_ring.py`, in the folder of this notebook, and begin. After six steps it is a ring that trains: with gradients, a causal mask, balanced ranks, grouped queries
-# and 16 bits. Each step adds one idea to the same file. The [doctor](../16_rings_that_were_wrong.ipynb) examines your ring after each step, on 3 and 4 real processes, in some
+# and 16 bits. Each step adds one idea to the same file. The [doctor](../15_rings_that_were_wrong.ipynb) examines your ring after each step, on 3 and 4 real processes, in some
 # ten seconds. If it is wrong, the doctor says which mistake it is.
 #
 # You need chapters [1](../01_attention_to_online_softmax.ipynb) to [8](../08_the_trainable_ring.ipynb). It takes two hours or three.

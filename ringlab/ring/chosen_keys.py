@@ -14,7 +14,7 @@ int64: positions in the whole sequence, or -1 where a query sees fewer keys.
     the failure: 2 keys a query, the best of each rank's own shard: 6 of 8 queries miss a key
     ok    the ring: the keys of torch.topk of the whole row, on 4 ranks in 3 layouts
 
-The choice has no gradient. In training the index gets a loss of its own (DeepSeek-V3.2, section 2.1): chapter 15.
+The choice has no gradient. In training the index gets a loss of its own (DeepSeek-V3.2, section 2.1).
 
 Before: schedule.py. After: flash_ring.py, the attention to these keys, and latent_ring.py.
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.1, equations 1 and 2, with k = 2048.

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import memory, pages, record, retrieval, speed, wires
+from bench import memory, pages, record, speed, wires
 from bench.pages import BENCHES
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
@@ -80,10 +80,6 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
         "| P = 2 | ring_attention, P ranks |",
         {**SHORT, "worlds": [2], "seq_len": 64, "repetitions": 2, "memory": {"worlds": [3], "chunk": 64, **ONE}},
     ),
-    "retrieval": (
-        "| 4 x, ring of 4 | 48 |",
-        {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256},
-    ),
     "memory": (
         "\n| 2,048 | 48.0 / not measured |",
         {"lengths": [256, 1024, 2048], "heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
@@ -96,7 +92,7 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
 }
 
 
-LONG = ("ring_vs_full", "retrieval", "memory")  # five seconds or more
+LONG = ("ring_vs_full", "memory")  # five seconds or more
 
 
 @pytest.mark.slow
@@ -105,8 +101,7 @@ def test_a_small_run(ranks, monkeypatch, name):
     """On the ranks that stay alive between tests."""
     if name == "max_context" and not hasattr(os, "memfd_create"):
         pytest.skip("needs Linux")
-    for part in (retrieval, speed):
-        monkeypatch.setattr(part, "launch", lambda work, P, *args: ranks(P, without_pause, work, *args))
+    monkeypatch.setattr(speed, "launch", lambda work, P, *args: ranks(P, without_pause, work, *args))
     monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
     shown, sizes = RUNS[name]
     results = BENCHES[name].run(**sizes)

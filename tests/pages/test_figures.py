@@ -35,7 +35,6 @@ SHOWS_BLOCKS = {  # and how many of their colours; the others are measured, or o
     **dict.fromkeys(("gradients_home", "causal_layouts", "backward_timeline", "slow_hop", "token_loss", "mesh"), 4),
     **dict.fromkeys(("masked_ring", "tokens_to_heads", "double_ring", "state_ring"), 4),
     "overlap_timeline": 2,
-    "chosen_keys": 8,
 }
 
 

@@ -1,4 +1,4 @@
-"""Checks of chapters 8a, 8b, 9 and 18."""
+"""Checks of chapters 8a, 8b, 9 and 17."""
 
 import math
 from functools import partial
@@ -158,7 +158,7 @@ check_peak_memory_backward = Exercise(  # bytes that a device of the full ring h
 )
 
 
-# Chapter 18: the block in hand, the blocks on a NIC ------------------------------------------------------------------
+# Chapter 17: the block in hand, the blocks on a NIC ------------------------------------------------------------------
 
 
 def _block(host, device):

@@ -1,4 +1,4 @@
-"""Checks of chapters 13, 15 and 17, and of the appendix on states."""
+"""Checks of chapters 13 and 16, and of the appendix on states."""
 
 import math
 from itertools import accumulate
@@ -64,54 +64,7 @@ check_hops = Exercise(  # of a window of w tokens in the contiguous layout
 )
 
 
-# Chapter 15: the best keys of blocks that arrive in turn, and what a layer with chosen keys sends --------------------
-
-
-def _best(blocks, count):
-    keys = sorted((-score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True))
-    return {at for _, at in keys[:count]}
-
-
-def _late(blocks, count):
-    keys = [(score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True)]
-    return {at for _, at in sorted(keys, key=lambda key: -key[0])[:count]}
-
-
-check_merge = Exercise(  # (scores, positions) of a query by block, count -> the positions of its best keys
-    right=_best,
-    wrong={
-        "those are the best of the first block, the own one; others have better keys": "_best(blocks[:1], count)",
-        "that is a share of the keys from each block; the best may all be in one": (
-            "set().union(*(_best([block], max(1, count // len(blocks))) for block in blocks))"
-        ),
-        "those are later keys of equal scores; the smaller positions win": _late,
-        "those have the smallest scores": "_best([([-x for x in scores], at) for scores, at in blocks], count)",
-    },
-    said="the largest scores of all blocks; of equal ones the smaller positions",
-    cases=[
-        ([([1.0, 5.0], [4, 5]), ([6.0, 3.0], [2, 3]), ([4.0, 2.0], [0, 1])], 3),
-        ([([2.0, 1.0], [4, 5]), ([1.0, 2.0], [2, 3]), ([2.0, 2.0], [0, 1])], 2),
-        ([([9.0, 8.0, 7.0], [3, 4, 5]), ([1.0, 1.0, 1.0], [0, 1, 2])], 2),
-    ],
-    remark="each rank keeps count candidates of a query, and no row of S scores",
-)
-
-check_sent = Exercise(  # C, L, R, E, P -> the numbers that a rank sends in the forward pass
-    right=lambda C, L, R, E, P: (P - 1) * C * (L + R + E),
-    wrong={
-        "the own block is there: P - 1 hops are enough": "P * C * (L + R + E)",
-        "the index keys travel too": "(P - 1) * C * (L + R)",
-        "the rotated numbers travel too": "(P - 1) * C * (L + E)",
-        "one latent serves K and V": "(P - 1) * C * (2 * L + R + E)",
-        "the rotated numbers are the same for all heads": "(P - 1) * C * (L + 128 * R + E)",
-        "that is one hop": "C * (L + R + E)",
-    },
-    said="P - 1 hops of C tokens; an index key, a latent and the rotated numbers of each",
-    cases=[(8, 5, 3, 2, 4), (1024, 512, 64, 128, 8)],
-)
-
-
-# Chapter 17: gradients of copies, meshes of a hybrid -----------------------------------------------------------------
+# Chapter 16: gradients of copies, meshes of a hybrid -----------------------------------------------------------------
 
 
 def _copies(P, G, generator):

@@ -1,4 +1,4 @@
-"""Checks of chapter 16: five X-rays, and a mistake that the catalogue does not know."""
+"""Checks of chapter 15: five X-rays, and a mistake that the catalogue does not know."""
 
 import inspect
 import re

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 16 · Rings that were wrong
+# # 15 · Rings that were wrong
 #
 # A wrong ring seldom stops: the loss falls, and the tests pass. Here are five mistakes of public
 # libraries: the symptom, your guess, the cause. After this chapter you can
@@ -402,5 +402,5 @@ print(check_new_mistake(my_mistake))
 #
 # Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces.
 # [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor found in public rings:
-# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next: [17 · the other ways
-# round](17_the_other_ways_round.ipynb).
+# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next: [16 · the other ways
+# round](16_the_other_ways_round.ipynb).

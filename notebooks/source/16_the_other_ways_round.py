@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 17 · The other ways round
+# # 16 · The other ways round
 #
 # A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Other ways
 # [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
@@ -318,7 +318,7 @@ assert (both["ring"], both["all-gather"]) == ([101.7, 114.9], [102.2, 107.4])
 #
 # Between hosts the hybrid has an advantage. A hop of its ring carries $gC$ tokens of $G/g$ heads, as many bytes as a hop of the flat
 # ring. But a round computes $g$ times the work. So **$g$ times shorter chunks hide the
-# hop** ([chapter 18](18_two_speeds_of_wire.ipynb)).
+# hop** ([chapter 17](17_two_speeds_of_wire.ipynb)).
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head; Llama 8B has 32.
@@ -371,4 +371,4 @@ print(check_meshes(my_meshes))
 # ```
 # </details>
 #
-# Open [`all_to_all.py`](../ringlab/ways/all_to_all.py) now: heads for tokens, and back. Next: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
+# Open [`all_to_all.py`](../ringlab/ways/all_to_all.py) now: heads for tokens, and back. Next: [17 · two speeds of wire](17_two_speeds_of_wire.ipynb).

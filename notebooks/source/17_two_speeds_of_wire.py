@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 18 · Two speeds of wire
+# # 17 · Two speeds of wire
 #
 # Fast links join the devices of a host. [NICs](../docs/glossary.md#nic) join the hosts, and are ten times slower. A flat
 # [ring](../docs/glossary.md#ring) is as slow as its slowest wire. After this chapter you can
@@ -17,7 +17,7 @@
 # - say which way is the fastest between hosts, and why,
 # - say what a whole training step spends its seconds and its bytes on.
 #
-# Track *plan*. Before it: chapters 9 and 17. 25 minutes to read, 10 for the exercises.
+# Track *plan*. Before it: chapters 9 and 16. 25 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -161,7 +161,7 @@ print("four processes had the blocks in hand that the table above says")
 # ## Which way to take
 #
 # Is the double ring the fastest way? In the *hybrid of 8* a row is a host: its 8 ranks exchange tokens for heads,
-# and rings of 16 ranks go from host to host. Here is a layer, forward and backward, as in chapter 17 at the rates that are reached, without
+# and rings of 16 ranks go from host to host. Here is a layer, forward and backward, as in chapter 16 at the rates that are reached, without
 # and *with costs* of each round:
 
 
@@ -236,7 +236,7 @@ for row, times in zip(rows, taken, strict=True):
 #
 # | | what | s |
 # | --- | --- | ---: |
-# | attention | 32 layers of two forward passes and a backward one, by the gather of chapter 17, times 1.15 for the framework | 5.02 |
+# | attention | 32 layers of two forward passes and a backward one, by the gather of chapter 16, times 1.15 for the framework | 5.02 |
 # | products | four passes of 2 FLOPs a token for each of 6.98 billion weights, at 643 TFLOP/s reached | 1.42 |
 # | the rest | the head 0.08; norms, activations, loss and optimizer, which only read and write memory, 0.49; FSDP's messages are hidden | 0.57 |
 # | **a step** | | **7.02** |
