@@ -12,10 +12,10 @@ from bench import gpu, record, speed, wires  # noqa: F401  each names its benche
 from bench.record import BENCHES
 
 PAGE = record.ROOT / "bench/README.md"
-PEERS = {  # a row of the full ring's table: its case, the ring with messages and in shared memory
-    "forward": (speed.FORWARD, speed.FULL, speed.MEMORY),
-    "causal forward, zigzag": (speed.CAUSAL, speed.ZIGZAG, speed.ZIGZAG_MEMORY),
-    "causal forward and backward, zigzag": (speed.TRAIN, speed.ZIGZAG, speed.ZIGZAG_MEMORY),
+PEERS = {  # a row of the full ring's table: its case, and the ring
+    "forward": (speed.FORWARD, speed.FULL),
+    "causal forward, zigzag": (speed.CAUSAL, speed.ZIGZAG),
+    "causal forward and backward, zigzag": (speed.TRAIN, speed.ZIGZAG),
 }
 
 
@@ -27,55 +27,51 @@ def peers(shortest: int, **wanted: Any) -> list[float]:
 
 
 def slowest() -> dict[str, list[float]]:
-    """The slowest case from 8,192 tokens on: 2 ranks with messages, in memory, 4 ranks with messages, in memory."""
+    """The slowest case from 8,192 tokens on: of 2 ranks, and of 4."""
     float32 = {"dtype": "float32"}
     return {
-        row: [min(peers(8192, case=case, method=ring, world_size=P, **float32)) for P in (2, 4) for ring in rings]
-        for row, (case, *rings) in PEERS.items()
+        row: [min(peers(8192, case=case, method=ring, world_size=P, **float32)) for P in (2, 4)]
+        for row, (case, ring) in PEERS.items()
     }
 
 
 def how_fast() -> str:
     own, peer = record.load("ring_vs_full"), record.load("against_peers")["memory"]
-    memory, cells = own["memory"], list(slowest().values())
+    memory, speeds = own["memory"], [of_two for of_two, _ in slowest().values()]
     alive, kept = (
         max(row[peak] for row in memory["rows"]) / memory["chunk_bytes"]
         for peak in ("peak_bytes", "peak_bytes_as_it_comes")
     )
     worlds = "{}, {} or {}".format(*(row["world_size"] for row in memory["rows"][1:]))
     chunk = 4 * peer["heads"] * peer["chunk"] * peer["head_dim"]  # bytes
-    most = [max(max(row["peak_bytes"]) for row in peer["rows"] if row["shared"] == shared) for shared in (False, True)]
+    most = max(max(row["peak_bytes"]) for row in peer["rows"])
     learned = f"{alive:.2f} chunks alive with {worlds} ranks, {kept:.1f} with what the allocator keeps"
-    rows = [["`ring_attn.py`", f"{speed.speed_of_ring(own, 2, speed.RING):.2f}", "blockwise attention", learned]]
-    for i, name in enumerate(("the full ring", "the same in shared memory")):
-        speeds = [of_row[i] for of_row in cells]
-        fused = f"{min(speeds):.2f} to {max(speeds):.2f}", "PyTorch's fused attention"
-        rows.append([name, *fused, f"{most[i] / chunk:.1f} chunks, in training"])
+    fused = f"{min(speeds):.2f} to {max(speeds):.2f}", "PyTorch's fused attention"
+    rows = [
+        ["`ring_attn.py`", f"{speed.speed_of_ring(own, 2, speed.RING):.2f}", "blockwise attention", learned],
+        ["the full ring", *fused, f"{most / chunk:.1f} chunks, in training"],
+    ]
     return record.grid("<ring | speed | <as a share of, in one process | <memory of a rank", rows)
 
 
 def trainable_ring() -> str:
     rows = [[name, *(f"{cell:.2f}" for cell in cells)] for name, cells in slowest().items()]
-    striped = [
-        [f"{min(speeds):.2f}"] for P in (2, 4) for speeds in [peers(2048, method=speed.STRIPED_MEMORY, world_size=P)]
-    ]
-    rows.append(["causal forward, striped, both dtypes, S ≥ 2,048", "", *striped[0], "", *striped[1]])
-    return record.grid("< | two ranks, messages | two ranks, memory | four ranks, messages | four ranks, memory", rows)
+    striped = [f"{min(peers(2048, method=speed.STRIPED, world_size=P)):.2f}" for P in (2, 4)]
+    rows.append(["causal forward, striped, both dtypes, S ≥ 2,048", *striped])
+    return record.grid("< | two ranks | four ranks", rows)
 
 
 def against_others() -> str:
     results = record.load("against_peers")
-    rows = []
-    for words, shared in (("blocks travel as messages", False), ("blocks stay in shared memory", True)):
-        of = [speed.over_peer(results, speed.TORCH, it, shared=shared) for it in speed.DTYPES]
-        each = (f"{geometric_mean(speeds):.2f} ({min(speeds):.2f})" for speeds in of)
-        rows.append([f"PyTorch's own context-parallel loop; {words}", *each])
+    of = [speed.over_peer(results, speed.TORCH, it) for it in speed.DTYPES]
+    each = (f"{geometric_mean(speeds):.2f} ({min(speeds):.2f})" for speeds in of)
     own = min(speed.over_peer(results, speed.OWN, "float32"))
-    return record.grid("< | float32 | bfloat16", [*rows, ["`ring_attn.py`, at least", f"{own:.1f}", ""]])
+    rows = [["PyTorch's own context-parallel loop", *each], ["`ring_attn.py`, at least", f"{own:.1f}", ""]]
+    return record.grid("< | float32 | bfloat16", rows)
 
 
 def short_sequences() -> str:
-    wanted = {"case": speed.TRAIN, "method": speed.ZIGZAG_MEMORY, "seq_len": 2048}
+    wanted = {"case": speed.TRAIN, "method": speed.ZIGZAG, "seq_len": 2048}
     results, rows = record.load("against_peers"), []
     for P, words in ((2, "two ranks"), (4, "four ranks")):
         each = [speed.speeds(results, dtype=it, world_size=P, **wanted)[0] for it in speed.DTYPES]

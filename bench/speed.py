@@ -7,7 +7,6 @@ $ python -m pip install ring-attention-pytorch==0.5.20    # another ring; left o
 $ python -m bench ring_vs_full against_peers
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -28,11 +27,8 @@ from ringlab.basics.ranks import gather, scatter
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import shard, unshard
-from ringlab.ring.schedule import Ring
-from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.ways.shared_memory import SharedMemory
 
 
 def of_world(results: Results, world_size: int) -> Results:
@@ -125,13 +121,11 @@ CORES = 2
 BESIDE = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}  # memory
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
 FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
-IN_MEMORY = "in shared memory"
-MEMORY, ZIGZAG_MEMORY, STRIPED_MEMORY = (f"{name} {IN_MEMORY}" for name in ("flash ring,", f"{ZIGZAG},", f"{STRIPED},"))
 FORWARD, CAUSAL, TRAIN = "forward", "causal forward", "causal forward and backward"
 CASES = {
-    FORWARD: [MEMORY, FULL, TORCH, PIP, OWN],
-    CAUSAL: [ZIGZAG_MEMORY, ZIGZAG, STRIPED_MEMORY, STRIPED, CONTIGUOUS, TORCH],
-    TRAIN: [ZIGZAG_MEMORY, ZIGZAG, TORCH],
+    FORWARD: [FULL, TORCH, PIP, OWN],
+    CAUSAL: [ZIGZAG, STRIPED, CONTIGUOUS, TORCH],
+    TRAIN: [ZIGZAG, TORCH],
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -147,14 +141,13 @@ def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> M
     """(rank 0 only?, the function to time). The function returns out or (out, dq, dk, dv)."""
     causal, layout, alone = case != FORWARD, layout_of(name, case), name == LIMIT
     chunks = whole if alone else [shard(x, layout, context.rank, context.world_size) for x in whole]
-    schedule = SharedMemory if IN_MEMORY in name else Ring
     others: dict[str, Callable[..., Tensor]] = {
         LIMIT: partial(F.scaled_dot_product_attention, is_causal=causal),
         TORCH: partial(torch_loop, causal=causal, layout=layout),
         PIP: pip_ring,
         OWN: ring_attention,
     }
-    ours = partial(ring_flash_attention, causal=causal, layout=layout, schedule=schedule)
+    ours = partial(ring_flash_attention, causal=causal, layout=layout)
     attention = others.get(name, ours)
     if case == TRAIN:
         return alone, lambda: with_gradients(attention, *chunks)
@@ -211,22 +204,14 @@ def differences(
     return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(wholes, limit, strict=True)]
 
 
-def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, shared: bool) -> list[int | None]:
-    """The peak of this rank's memory beyond its inputs, in bytes: of a forward pass, and of forward and backward.
-
-    What a rank has in shared memory is there before and after, so it is added: pages of other ranks do not count twice.
-    """
+def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int) -> list[int | None]:
+    """The peak of this rank's memory beyond its inputs, in bytes: of a forward pass, and of forward and backward."""
     record.return_freed_memory()
     q, k, v, d_out = (torch.randn(1, heads, chunk, head_dim) for _ in ("q", "k", "v", "d_out"))
-    options: dict[str, Any] = {"causal": True, "layout": "zigzag", "schedule": SharedMemory if shared else Ring}
-    ring, peaks = partial(ring_flash_attention, **options), []
+    ring, peaks = partial(ring_flash_attention, causal=True, layout="zigzag"), []
     for work in (lambda: ring(q, k, v)), (lambda: with_gradients(ring, q, k, v, d_out)):
-        work()  # what libraries set up once, and shared memory
-        peak = record.peak_extra(work)
-        if peak is not None and has_memory(None):
-            memory = host_memory(None)
-            peak += sum(os.fstat(fd).st_size for fd in memory.fds[:2])  # its own parts
-        peaks.append(peak)
+        work()  # what libraries set up once
+        peaks.append(record.peak_extra(work))
     return peaks
 
 
@@ -236,16 +221,12 @@ def speeds(results: Results, *, method: str, **wanted: Any) -> list[float]:
     return [median(seconds[LIMIT]) / median(seconds[method]) for seconds in rows]
 
 
-def over_peer(results: Results, peer: str, dtype: str, *, shared: bool = False) -> list[float]:
-    """The speed of the flash ring over the peer's, for each of the peer's rows; causal ones against zigzag.
-
-    The ring moves its blocks by messages, or in shared memory.
-    """
+def over_peer(results: Results, peer: str, dtype: str) -> list[float]:
+    """The speed of the flash ring over the peer's, for each of the peer's rows; causal ones against zigzag."""
     ratios = []
     for row in results["rows"]:
         if peer in row["seconds"] and row["dtype"] == dtype:
-            by_message, in_memory = (FULL, MEMORY) if row["case"] == FORWARD else (ZIGZAG, ZIGZAG_MEMORY)
-            mine = row["seconds"][in_memory if shared else by_message]
+            mine = row["seconds"][FULL if row["case"] == FORWARD else ZIGZAG]
             ratios.append(median(row["seconds"][peer]) / median(mine))
     return ratios
 
@@ -264,14 +245,10 @@ def against_peers_tables(results: Results) -> list[str]:
                         rows.append([case, name, *cells])
             heads = " | ".join(["<case | <ring", *(f"S = {S:,}" for S in lengths)])
             parts.append(f"{dtype}, P = {P}:\n\n{record.grid(heads, rows)}")
-    peaks = [
-        [row["world_size"], IN_MEMORY if row["shared"] else "by messages"]
-        + [in_chunks(peak, chunk) for peak in row["peak_bytes"]]
-        for row in memory["rows"]
-    ]
+    peaks = [[row["world_size"], *(in_chunks(peak, chunk) for peak in row["peak_bytes"])] for row in memory["rows"]]
     return [
         "\n\n".join(parts),
-        record.grid("P | <blocks move | forward | forward and backward", peaks),
+        record.grid("P | forward | forward and backward", peaks),
     ]
 
 
@@ -294,7 +271,6 @@ def against_peers(
     C, H, D = (beside[name] for name in ("chunk", "heads", "head_dim"))
     peaks = []
     for P in beside["worlds"]:
-        for shared in (False, True):
-            each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
-            peaks.append({"world_size": P, "shared": shared, "peak_bytes": [record.most(seen) for seen in each]})
+        each = zip(*launch(peak_memory, P, C, H, D), strict=True)
+        peaks.append({"world_size": P, "peak_bytes": [record.most(seen) for seen in each]})
     return {"rows": rows, "memory": {**beside, "rows": peaks}}

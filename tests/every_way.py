@@ -1,11 +1,10 @@
-"""What the tests of the seven ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
+"""What the tests of the five ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
 
 A problem is whole q, k, v and d_out, the options of the attention, and chunk lengths where they are not those of shard.
 """
 
 import functools
 import math
-import os
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -25,12 +24,11 @@ from ringlab.ways.all_gather import AllGather
 from ringlab.ways.all_to_all import AllToAll
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
-from ringlab.ways.shared_memory import SharedMemory, TwoLevels
 from tests.attention import DTYPES, SEED, assert_four, assert_right, dense, expected, gradients, grouped_inputs, masks
 from tests.rings import chunks
 
-FLAT = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "shared memory": SharedMemory}
-ON_MESH = {"hybrid": Hybrid, "double ring": DoubleRing, "two levels": TwoLevels}
+FLAT = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll}
+ON_MESH = {"hybrid": Hybrid, "double ring": DoubleRing}
 WAYS = {way: functools.partial(ring_flash_attention, schedule=schedule) for way, schedule in (FLAT | ON_MESH).items()}
 
 
@@ -49,15 +47,9 @@ TRIED = {  # the ranks of a way: one, odd, even; rows and ranks of a row, alone 
     "all-to-all": [1, 3, 5],
     "hybrid": [(1, 3), (3, 1), (2, 3)],
     "double ring": [(1, 3), (3, 2)],
-    "shared memory": [5],  # few: most of the code of these two is that of other ways
-    "two levels": [(3, 2)],
 }
 SOME = [("ring", 3), ("all-gather", 3), ("all-to-all", 3), ("hybrid", (2, 2)), ("double ring", (3, 2))]
-SOME += [("shared memory", 3), ("two levels", (2, 2))]
-IN_MEMORY = ("shared memory", "two levels")
-HERE = [way for way in WAYS if way not in IN_MEMORY or hasattr(os, "memfd_create")]  # shared memory needs Linux
-EVERY = [(way, shape) for way, shapes_of_way in TRIED.items() for shape in shapes_of_way if way in HERE]
-SOME = [(way, shape) for way, shape in SOME if way in HERE]
+EVERY = [(way, shape) for way, shapes_of_way in TRIED.items() for shape in shapes_of_way]
 
 
 def name_of(it):

@@ -49,4 +49,4 @@ def assert_refused(ranks, world_size, words, work, *args):
 def as_on_hosts(hosts):
     """As if each rank of the job were on the host of this name; () is one that has no pipes."""
     names = [host if isinstance(host, tuple) else (host,) for host in hosts]
-    return mock.patch.object(inbox_of_job(), "hosts", {rank: (name, "") for rank, name in enumerate(names)})
+    return mock.patch.object(inbox_of_job(), "hosts", dict(enumerate(names)))

@@ -207,7 +207,7 @@ assert ours == toy_cut(first, end)
 # ## How fast?
 #
 # The limit is one process that runs the fused kernel on all cores. Each point is measured in turn with it, on [one
-# machine](../bench/results/README.md#against_peers). The black line needs no messages: blocks stay in memory that all ranks of a host can read.
+# machine](../bench/results/README.md#against_peers). The black line is this ring.
 
 # %%
 measured.speed()

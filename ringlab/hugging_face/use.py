@@ -44,8 +44,8 @@ def use_ring(
     """Make every layer of a language model call the ring of `mesh_or_group` (None: the whole job).
 
     `model` has its weights, and is not in fully_shard yet. Each layer keeps its window, chunks, sinks, softcap and
-    scale. `way` is another way to share the sequence, a class of ringlab/ways: AllGather, AllToAll, SharedMemory; or
-    DoubleRing, TwoLevels and Hybrid with a mesh of two dimensions. Other ways take a mesh of one. With LatentRing, of
+    scale. `way` is another way to share the sequence, a class of ringlab/ways: AllGather or AllToAll; or DoubleRing and
+    Hybrid with a mesh of two dimensions. Other ways take a mesh of one. With LatentRing, of
     ringlab/ring/latent_ring.py, layers of latent attention send latents: latents.py. A ContextParallel stands for the
     three arguments. States of linear layers travel in a ring, whatever the way. A model with a ring gets the new one. A
     copy of the model is in the same ring. Modules that are added later are proved in the next pass.
@@ -56,7 +56,6 @@ def use_ring(
     outer, model = model, unwrapped(model)
     where = placed(mesh_or_group, layout, way)
     where.way.checked_group(where.mesh_or_group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
-    where.way.check_device(model.device)
     stop_ring(outer)
     ring = ModelInRing(where, *where.place, bool(indexers(model)), own=model.config._attn_implementation)
     own_config(model)

@@ -99,8 +99,8 @@ def batch_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None
 class ContextParallel:
     """Which ranks share a text, and how: give it once, in place of a mesh or group, a layout and a way.
 
-    `way` is the class of a schedule: the ring, or another of ringlab/ways. DoubleRing, TwoLevels and Hybrid take a mesh
-    of two dimensions, whose rank host · g + i is rank host · g + i of the ring.
+    `way` is the class of a schedule: the ring, or another of ringlab/ways. DoubleRing and Hybrid take a mesh of
+    two dimensions, whose rank host · g + i is rank host · g + i of the ring.
     """
 
     mesh_or_group: DeviceMesh | ProcessGroup | None = None

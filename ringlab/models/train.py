@@ -53,20 +53,17 @@ from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops
 from ringlab.options import Parser, positive
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import LAYOUTS
-from ringlab.ring.schedule import Ring, Schedule
 from ringlab.states.state_ring import check_layout_of_states
 from ringlab.support.agreement import agree
 from ringlab.support.expect import expect
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.timeline import laps
-from ringlab.ways.shared_memory import SharedMemory, memory_or_messages
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY, LOG = 10, "loss.jsonl"  # steps; the losses so far
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = ("layers", "linear", "hidden", "heads", "kv_heads")  # of the model, that are options
-BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -76,8 +73,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dp", type=positive, default=1, help="rings, each with sequences of its own (1)")
     add("--cp", type=positive, help="ranks in a ring (all ranks / dp)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank of a ring has (zigzag)")
-    blocks = "how K and V reach other ranks (messages unless given); auto says what it took"
-    add("--blocks", choices=(*BLOCKS, "auto"), default="messages", help=blocks)
     add("--batch", type=positive, default=4, help="sequences in a step, on all ranks together (4)")
     add("--seq-len", type=positive, default=512, help="tokens in a sequence; a token is a byte (512)")
     add("--layers", type=positive, default=2, help="(2)")
@@ -138,8 +133,7 @@ def _train(
     say: Callable[..., None] = print if context.rank == 0 else lambda *words, **options: None  # rank 0 speaks for all
     (mesh, line), (dp, cp) = meshes, meshes[0].shape
     ring = mesh["cp"].get_group()
-    schedule, why = memory_or_messages(ring) if args.blocks == "auto" else (BLOCKS[args.blocks], "")
-    attention = partial(scaled_dot_product_attention, layout=args.layout, group=ring, schedule=schedule)
+    attention = partial(scaled_dot_product_attention, layout=args.layout, group=ring)
     linear = ring_of_states(layout=args.layout, group=ring)
     model, optimizer = build(config, attention, line, DTYPES[args.dtype], linear)
     same = {name: getattr(args, name) for name in (*SIZES, "batch", "seq_len")}
@@ -155,8 +149,6 @@ def _train(
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
     progress = Progress(start, args.steps, *of_a_step, peak)
     say(model_and_mesh(args, model, dp, cp))
-    if why:
-        say(f"blocks    {'stay in shared memory' if schedule is SharedMemory else 'travel as messages'}: {why}")
     say(f"step      {args.batch} x {args.seq_len} tokens, {args.batch // dp} x {args.seq_len // cp} on a rank")
     say(f"data      {os.path.relpath(args.data) if args.data else 'the moves of rings'}, {len(text):,} bytes")
     say(f"machine   {context.why}; matrix products reach {peak / 1e9:.0f} GFLOP/s, all ranks together")

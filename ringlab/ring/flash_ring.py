@@ -88,8 +88,8 @@ def ring_flash_attention(
     computed by plain tiles, which are slower.
     `schedule` is the way to share the sequence: the ring, or a class of `ringlab/ways`. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group or a mesh of one dimension
-    (None: the whole job), or for DoubleRing, TwoLevels and Hybrid a mesh of two: its rank host · g + i holds the chunk
-    of this rank of P.
+    (None: the whole job), or for DoubleRing and Hybrid a mesh of two: its rank host · g + i holds the chunk of this
+    rank of P.
     Under autocast q, k and v are cast to its dtype, as torch's own attention casts them.
     Returns out (B, H, C, Dv), in q's dtype; sums over ranks are float32 at least. Every rank of the group must
     call it, with the same schedule and group, and run its backward pass. When the input of a rank is wrong, the
@@ -148,7 +148,7 @@ class FlashRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None) -> Tensor:
-        with one_pass(schedule.group, schedule.give_up), without_cudnn(schedule.partition.mask.documents is not None):
+        with one_pass(schedule.group), without_cudnn(schedule.partition.mask.documents is not None):
             q, k, v = schedule.to_heads(q, k, v)
             out, lse = flash_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
             ctx.schedule = schedule
@@ -160,7 +160,7 @@ class FlashRing(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         schedule, (q, k, v, out, lse, sinks) = ctx.schedule, ctx.saved_tensors
         agree(lambda: None, schedule.group, function=f"the backward pass of call {schedule.call}")
-        with one_pass(schedule.group, schedule.give_up), without_cudnn(schedule.partition.mask.documents is not None):
+        with one_pass(schedule.group), without_cudnn(schedule.partition.mask.documents is not None):
             (d_out,) = schedule.to_heads(d_out)
             d_sinks = None
             if sinks is not None:

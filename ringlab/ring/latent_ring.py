@@ -154,7 +154,7 @@ class LatentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, latents: Tensor, rope_keys: Tensor, w_k: Tensor, w_v: Tensor, ring: Schedule
     ) -> Tensor:
-        with one_pass(ring.group, ring.give_up), without_cudnn(ring.partition.mask.documents is not None):
+        with one_pass(ring.group), without_cudnn(ring.partition.mask.documents is not None):
             block = torch.cat([latents, rope_keys], dim=-1)[:, None]  # (B, 1, C, L + R): one message a hop
             w = torch.cat([w_k, w_v], dim=1)  # (H, D + Dv, L)
             out, lse = flash_forward(q, block, w, LatentRing(**vars(ring), D=w_k.shape[1]))
@@ -167,7 +167,7 @@ class LatentAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         ring, D, (q, block, w, out, lse) = ctx.ring, ctx.D, ctx.saved_tensors
         agree(lambda: None, ring.group, function=f"the backward pass of call {ring.call}")
-        with one_pass(ring.group, ring.give_up), without_cudnn(ring.partition.mask.documents is not None):
+        with one_pass(ring.group), without_cudnn(ring.partition.mask.documents is not None):
             d_q, d_block, d_w = (x.to(q.dtype) for x in latent_backward(q, block, w, out, lse, d_out, ring, D))
             return (
                 d_q,

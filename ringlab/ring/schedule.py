@@ -81,10 +81,6 @@ class Schedule:
         """The group as this way takes it. Raises ValueError for what it cannot take, before the ranks agree."""
         return flat_group(group)
 
-    @staticmethod
-    def check_device(device: torch.device) -> None:
-        """Raise ValueError for a device on which this way does not work."""
-
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         """Yield the rounds of this rank, whose own block is k and v. Meanwhile the next block travels."""
         raise NotImplementedError
@@ -99,9 +95,6 @@ class Schedule:
 
     def prepare(self) -> None:
         """Make what the passes need before any message. Raises ValueError on every rank, or on none."""
-
-    def give_up(self) -> None:
-        """Tell ranks that would wait for this one that an error has ended the pass here, where that is possible."""
 
     @property
     def own_heads(self) -> slice:
@@ -201,7 +194,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.way, type) and issubclass(self.way, Schedule)):
-            raise ValueError(f"schedule is {self.way!r}; expected the class of a way, such as Ring or SharedMemory")
+            raise ValueError(f"schedule is {self.way!r}; expected the class of a way, such as Ring or AllGather")
         check_softcap(self.softcap)
 
     @property
@@ -246,7 +239,6 @@ def agree_on_schedule(
         taken = request.way.checked_group(group, q.shape[1:2].numel() if isinstance(q, Tensor) else 0)
         any_queries = mask.shows_all and request.way.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
-        request.way.check_device(q.device)
         check_sinks(sinks, q)
 
     def settings() -> dict[str, Any]:

@@ -266,11 +266,10 @@ _ended: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()  # the groups in whi
 
 
 @contextmanager
-def one_pass(group: Group, give_up: Callable[[], None]) -> Iterator[None]:
+def one_pass(group: Group) -> Iterator[None]:
     """A pass of messages. After an error, `agree` refuses the group: the next pass would take what it has left."""
     try:
         yield
     except BaseException:
         _ended.update(groups_of(group))
-        give_up()
         raise

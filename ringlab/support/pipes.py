@@ -4,8 +4,7 @@
     inbox.send(kind, to, b"..."); inbox.wait(kind, of)      ranks of the job
 
 A pipe has no name: its reader says in the store of the job which number it has in which process, and others open that.
-A rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends. The system locks a pipe
-while it is written or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
+A rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends.
 
 Source: pipe(7), poll(2) and proc(5) of the Linux manual.
 """
@@ -28,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-FACTS, REPLY = range(2)  # the kinds of messages of agreements; each memory of a host has KINDS more, its flags
-KINDS = 8
-HEAD = struct.Struct("<IH?H")  # of a part of a message: its kind, its sender, whether it is the last, how many bytes
+FACTS, REPLY = range(2)  # the kinds of messages
+HEAD = struct.Struct("<BH?H")  # of a part of a message: its kind, its sender, whether it is the last, how many bytes
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a part: written at once, or not at all
 AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core
 STALE = 10.0  # seconds for a rank that has joined another job to say where its new pipe is
@@ -45,38 +43,27 @@ class Inbox:
         self.arrived: dict[int, dict[int, deque[bytes]]] = defaultdict(lambda: defaultdict(deque))  # by kind and sender
         self.begun: dict[tuple[int, int], bytes] = defaultdict(bytes)  # messages whose last part has not arrived
         self.sinks: dict[int, int] = {}  # opened when this rank first sends to another
-        self.hosts: dict[int, tuple[tuple[str, ...], str]] = {}
+        self.hosts: dict[int, tuple[str, ...]] = {}
         self.agreements = 0  # the number of the last, as this rank knows
         self.known: dict[bytes, tuple[bytes, dict[int, Any]]] = {}  # what all said when this rank last said this
         self.went_alone = False  # this rank has called in no group of its own, and not all ranks did
         self.speakers: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}  # between hosts, by its ranks
         self.fds: list[int] = []
         weakref.finalize(self, close, self.fds)
-        place, why = ("", 0), ""
+        host, place = host_of_process(), ("", 0)
         try:
             self.fds += os.pipe()  # with an end to write: without one, an empty pipe looks as if all ranks had ended
             os.set_blocking(self.fds[0], False)
             place = (f"/proc/{os.getpid()}/fd/{self.fds[0]}", os.fstat(self.fds[0]).st_ino)
-        except OSError as error:
-            why = f"no pipes can be made ({error}); expected fewer open files"
-        said = pickle.dumps((host_of_process(), why, place))
-        self.store.set(str(self.rank), said)  # type: ignore[arg-type]  # it takes bytes too
+        except OSError:  # too many open files
+            host = ()
+        self.store.set(str(self.rank), pickle.dumps((host, place)))  # type: ignore[arg-type]  # it takes bytes too
 
-    def host(self, rank: int) -> tuple[tuple[str, ...], str]:
-        """The host of a rank, and why that has no pipe, or nothing."""
+    def host(self, rank: int) -> tuple[str, ...]:
+        """The host of a rank. Empty if the rank has no pipe."""
         if rank not in self.hosts:
-            self.hosts[rank] = pickle.loads(self.store.get(str(rank)))[:2]
+            self.hosts[rank], _ = pickle.loads(self.store.get(str(rank)))
         return self.hosts[rank]
-
-    def why_not(self, ranks: Sequence[int]) -> str:
-        """Why these ranks of the job cannot write to each other's pipes, or nothing; the same on each of them."""
-        hosts, reasons = zip(*map(self.host, ranks), strict=True)
-        if () in hosts:
-            return f"rank {hosts.index(())} is not on Linux, or may not read its /proc"
-        if len(set(hosts)) > 1:
-            other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
-            return f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}"
-        return "; ".join(f"rank {i}: {why}" for i, why in enumerate(reasons) if why)
 
     def hosts_of(self, ranks: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
         """Those of these ranks that are on this one's host, and the first rank of each host.
@@ -85,8 +72,7 @@ class Inbox:
         """
         hosts: dict[Any, list[int]] = {}
         for rank in ranks:
-            host, why = self.host(rank)
-            hosts.setdefault(rank if why or not host else host, []).append(rank)
+            hosts.setdefault(self.host(rank) or rank, []).append(rank)
         here = next((of_host for of_host in hosts.values() if self.rank in of_host), [])
         return here, tuple(first for first, *_ in hosts.values())
 
@@ -94,14 +80,14 @@ class Inbox:
         """The other ranks of the job to which this one can send, or will be able to within the limit."""
         with suppress(dist.DistStoreError):  # some rank has no pipe yet, or never will have
             self.store.wait([str(rank) for rank in range(self.world_size)], limit)
-        here = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
-        return [rank for rank in here if rank != self.rank and not self.why_not([self.rank, rank])]
+        ready = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
+        return [rank for rank in self.hosts_of(ready)[0] if rank != self.rank]
 
     def sink(self, rank: int) -> int:
         """The pipe into another rank. Raises RuntimeError if that has ended."""
         until = time.monotonic() + STALE
         while rank not in self.sinks:
-            path, number = pickle.loads(self.store.get(str(rank)))[2]
+            _, (path, number) = pickle.loads(self.store.get(str(rank)))
             if os.path.exists(path) and os.stat(path).st_ino == number:
                 self.sinks[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                 self.fds.append(self.sinks[rank])
@@ -111,9 +97,9 @@ class Inbox:
                 time.sleep(0.01)
         return self.sinks[rank]
 
-    def send(self, kind: int, to: int, message: bytes = b"") -> None:
+    def send(self, kind: int, to: int, message: bytes) -> None:
         """Send a message to rank `to`, and return at once. Raises RuntimeError if it has ended, or may not be asked."""
-        for begin in range(0, max(1, len(message)), LONGEST):
+        for begin in range(0, len(message), LONGEST):
             part = message[begin : begin + LONGEST]
             head = HEAD.pack(kind, self.rank, begin + LONGEST >= len(message), len(part))
             while True:
@@ -134,22 +120,20 @@ class Inbox:
         except BlockingIOError:
             return False
         kind, sender, last, size = HEAD.unpack(head)
-        part = os.read(self.fds[0], size) if size else b""
+        part = os.read(self.fds[0], size)
         if not last:
             self.begun[kind, sender] += part
         else:
             self.arrived[kind][sender].append(self.begun.pop((kind, sender), b"") + part)
         return True
 
-    def wait(self, kind: int, of: int, limit: timedelta, end: int = -1) -> bytes:
+    def wait(self, kind: int, of: int, limit: timedelta) -> bytes:
         """The next message of this kind from rank `of`. A rank looks for it again and again at first, and then sleeps.
 
-        Raises RuntimeError if the rank has ended, after the limit, and for a message of kind `end` from any rank.
+        Raises RuntimeError if the rank has ended, and after the limit.
         """
         begin = time.perf_counter()
         while not self.arrived[kind][of]:
-            if end in self.arrived:
-                raise RuntimeError(f"rank {min(self.arrived[end])} has given up this pass: an error ended it there")
             if self._read():
                 continue
             waited = time.perf_counter() - begin

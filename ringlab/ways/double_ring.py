@@ -36,7 +36,7 @@ In a model, on every rank of `hosts` hosts with `per_host` devices each:
 With data parallelism besides, cut the mesh out of a larger one: init_device_mesh("cuda", (dp, hosts, per_host),
 mesh_dim_names=("dp", "hosts", "devices"))["hosts", "devices"]. A rank then is host · per_host + device of its own mesh.
 
-Before: hybrid.py. After: shared_memory.py, inside a host without messages.
+Before: hybrid.py. After: ../../ring_planner/hidden_communication.py, how long chunks must be.
 Source: Gu et al. 2024 (LoongTrain), double ring attention; Liu et al. 2024, algorithm 1.
 """
 
@@ -44,7 +44,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,8 +69,6 @@ class DoubleRing(Schedule):
     they have no group in which they could find out.
     """
 
-    inside: ClassVar[type[Schedule]] = Ring  # the schedule inside a host
-
     @staticmethod
     def checked_group(group: Group, heads: int) -> Group:
         check_mesh(group)
@@ -82,12 +80,12 @@ class DoubleRing(Schedule):
         n, g = self.group.shape
         return 1 + min(n - 1, -(-self.partition.hops // g))
 
-    def turn(self, u: int) -> Schedule:
+    def turn(self, u: int) -> Ring:
         """The ring inside this host in turn u."""
         (n, g), (host, _) = self.group.shape, self.group.get_coordinate()
         _, inside = self.group.get_all_groups()
         turn: Any = Turn(self.partition, host * g, (host - u) % n * g, g)  # all that a ring asks of a partition
-        return self.inside(turn, self.scale, inside)
+        return Ring(turn, self.scale, inside)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         return self.rounds_of(self.firsts(k, v))

@@ -3,10 +3,12 @@
 import os
 import random
 import re
+import signal
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -19,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import ring_attn
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import Layout
-from ringlab.support import agreement, exchange
+from ringlab.support import agreement, exchange, pipes
 from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree_same, home_of, of_every_rank, one_pass
-from ringlab.support.pipes import FACTS, HEAD, LONGEST, Inbox, host_of_process, inbox_of_job
-from ringlab.support.processes import Ranks
-from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
+from ringlab.support.pipes import FACTS, HEAD, LONGEST, REPLY, Inbox, host_of_process, inbox_of_job
+from ringlab.support.processes import Raised, Ranks, launch
+from tests.every_way import FLAT, ON_MESH, WAYS, ranks_of
 from tests.mistakes import as_on_hosts, assert_refused
 
 B, H, G, C, D = 1, 4, 2, 4, 8
@@ -92,7 +94,7 @@ FUNCTIONS = [
 
 def one_call(rng, groups, odd):
     """A call of a random way; if `odd`, with one thing other. Returns what it is, and the call."""
-    way = rng.choice(HERE)
+    way = rng.choice([*WAYS])
     schedule = (FLAT | ON_MESH)[way]
     group = rng.choice(groups.meshes if way in ON_MESH else groups.flat)
     causal, layout = rng.random() < 0.5, rng.choice(["contiguous", "zigzag"])
@@ -139,9 +141,9 @@ def calls_on_rank(context, seeds, hosts=None):
         kind, call = one_call(rng, groups, odd=context.rank == rng.randrange(P))
         in_vain = [timedelta(0)]
 
-        def wait(inbox, kind, of, limit, *rest, in_vain=in_vain):
+        def wait(inbox, kind, of, limit, in_vain=in_vain):
             try:
-                return waited(inbox, kind, of, limit, *rest)
+                return waited(inbox, kind, of, limit)
             except RuntimeError:
                 in_vain.append(limit)
                 raise
@@ -458,40 +460,6 @@ def test_agree_raises_everybodys_complaint_on_every_rank(ranks, words, said):
     assert [(it.kind, it.message) for it in outcomes] == [("ValueError", said)] * 4
 
 
-def words_of_hosts(context, hosts):
-    """Why ranks 3 and 5, in this order, cannot write to each other's pipes: what is said counts in the group."""
-    with mock.patch.object(inbox_of_job(), "hosts", hosts):
-        return inbox_of_job().why_not([3, 5])
-
-
-def test_a_group_that_is_not_the_first_ranks_says_its_own_numbers(ranks):
-    a = (("a",), "")
-    for three, five, words in (
-        (a, a, ""),
-        (a, ((), ""), "rank 1 is not on Linux, or may not read its /proc"),
-        (a, (("b", "c"), ""), "rank 0 is on host a and rank 1 on b c"),
-        ((("a",), "full"), (("a",), "no"), "rank 0: full; rank 1: no"),
-    ):
-        assert ranks(2, words_of_hosts, {3: three, 5: five}) == [words] * 2
-
-
-def two_kinds(context):
-    """Two messages of rank 0 in two parts each, which arrive by turns: facts and a flag; then one of a full part."""
-    inbox, parts = inbox_of_job(), [b"a" * LONGEST, b"b" * LONGEST, b"c", b"d"]
-    if context.rank == 0:
-        for i, part in enumerate(parts):
-            os.write(inbox.sink(1), HEAD.pack(7 * (i % 2), 0, i > 1, len(part)) + part)
-        inbox.send(FACTS, 1, parts[0])
-        return None
-    found = [inbox.wait(kind, 0, timedelta(seconds=60)) for kind in (FACTS, 7, FACTS)]
-    return found == [parts[0] + parts[2], parts[1] + parts[3], parts[0]]
-
-
-@pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
-def test_parts_of_messages_of_two_kinds_are_told_apart(ranks):
-    assert ranks(2, two_kinds) == [None, True]
-
-
 def limits_in_a_mesh(context):
     """How long an agreement waits in a mesh whose columns wait 50 s and whose rows 70."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
@@ -512,7 +480,7 @@ def after_an_error_in_a_part(context):
     """A pass of ranks 1 and 2 ends by an error. Their group is refused; the job, and their next group, go on."""
     groups = [dist.new_group([1, 2]) for _ in range(2)]
     if context.rank:
-        with suppress(MemoryError), one_pass(groups[0], lambda: None):
+        with suppress(MemoryError), one_pass(groups[0]):
             raise MemoryError
     said = [list(agree(lambda: context.rank))]
     for group in reversed(groups) if context.rank else ():
@@ -554,9 +522,7 @@ def after_an_error(context, way, shape, who, backwards, kind=MemoryError):
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    ("way", "shape"), [("ring", 3), ("all-to-all", 3), ("double ring", (3, 2)), ("shared memory", 3)]
-)
+@pytest.mark.parametrize(("way", "shape"), [("ring", 3), ("all-to-all", 3), ("double ring", (3, 2))])
 def test_a_group_in_which_an_error_ended_a_pass_is_refused_on_every_rank(ranks, way, shape, backwards):
     P = ranks_of(shape)
     error = KeyboardInterrupt if (way, backwards) in (("ring", False), ("all-to-all", True)) else MemoryError
@@ -567,11 +533,135 @@ def test_a_group_in_which_an_error_ended_a_pass_is_refused_on_every_rank(ranks, 
     assert then[0][1].endswith("expected a new process group")
 
 
-@pytest.mark.parametrize(("way", "shape"), [("shared memory", 3), ("two levels", (1, 3))])
-def test_in_shared_memory_an_error_on_one_rank_ends_the_pass_on_all(ranks, way, shape):
-    first, then = zip(*ranks(3, after_an_error, way, shape, [1], True), strict=True)
-    ranks(1, repr)  # so that the next call forms a job of its own: a mesh of one row has the group of the job
-    assert first[1][0] == "MemoryError"
-    assert {first[0], first[2]} == {("RuntimeError", "rank 1 has given up this pass: an error ended it there")}
-    assert len(set(then)) == 1
-    assert then[0][1].startswith("an error ended a pass in this group")
+# Pipes ---------------------------------------------------------------------------------------------------------------
+
+on_linux = pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
+
+
+def two_kinds(context):
+    """Two messages of rank 0 in two parts each, which arrive by turns: facts and a reply; then one of a full part."""
+    inbox, parts = inbox_of_job(), [b"a" * LONGEST, b"b" * LONGEST, b"c", b"d"]
+    if context.rank == 0:
+        for i, part in enumerate(parts):
+            os.write(inbox.sink(1), HEAD.pack((FACTS, REPLY)[i % 2], 0, i > 1, len(part)) + part)
+        inbox.send(FACTS, 1, parts[0])
+        return None
+    found = [inbox.wait(kind, 0, timedelta(seconds=60)) for kind in (FACTS, REPLY, FACTS)]
+    return found == [parts[0] + parts[2], parts[1] + parts[3], parts[0]]
+
+
+@on_linux
+def test_parts_of_messages_of_two_kinds_are_told_apart(ranks):
+    assert ranks(2, two_kinds) == [None, True]
+
+
+def forbidden(path, flags, right=os.open):
+    if path.startswith("/proc"):
+        raise PermissionError(13, "Permission denied", path)
+    return right(path, flags)
+
+
+def without_a_pipe(context):
+    with mock.patch.object(os, "open", forbidden) if context.rank == 1 else nullcontext():
+        agree(lambda: None)
+
+
+@on_linux
+def test_a_pipe_that_may_not_be_opened_ends_the_job_with_its_reason():
+    with pytest.raises(RuntimeError, match="Permission denied: rank 0 has a pipe that cannot be opened"):
+        launch(without_a_pipe, 3)
+
+
+def without_room(context):
+    full = mock.patch.object(os, "pipe", side_effect=OSError(24, "Too many open files"))
+    with full if context.rank == 1 else nullcontext():
+        inbox = Inbox(dist.new_group())
+    dist.barrier()
+    return inbox.hosts_of(range(3)), inbox.within_reach(SOON)
+
+
+@on_linux
+def test_a_rank_that_can_make_no_pipe_is_a_host_by_itself(ranks):
+    assert ranks(3, without_room) == [(([0, 2], (0, 1)), [2]), (([1], (0, 1)), []), (([0, 2], (0, 1)), [0])]
+
+
+@on_linux
+def test_a_process_that_may_not_read_its_proc_has_no_pipes():
+    here = host_of_process()
+    with mock.patch.object(Path, "read_text", return_value="of another boot\n"):
+        assert host_of_process() != here  # a host of the same name
+    for own in ("pid", "net", "user"):  # a container with one thing of its own
+        with mock.patch.object(os, "readlink", lambda path, own=own, to=os.readlink: to(path)[path.endswith(own) :]):
+            assert host_of_process() != here
+    with mock.patch.object(Path, "read_text", side_effect=PermissionError):
+        assert host_of_process() == ()
+
+
+def gone(context, waits):
+    """Rank 1 closes its end of its pipe, as the system does when it ends; rank 0 waits for it, or sends."""
+    agree(lambda: None)
+    inbox = inbox_of_job()
+    if context.rank == 1:
+        os.dup2(os.open(os.devnull, os.O_RDWR), inbox.fds[0])
+        return None
+    try:
+        if waits:
+            inbox.wait(REPLY, 1, timedelta(seconds=60))
+        while True:
+            inbox.send(REPLY, 1, b"x")
+    except RuntimeError as error:
+        return str(error)
+
+
+@on_linux
+@pytest.mark.parametrize(("waits", "said"), [(True, "Connection closed by peer"), (False, "Broken pipe")])
+def test_a_rank_that_has_ended_is_noticed_at_once(waits, said):
+    found = launch(gone, 2, waits)[0]
+    assert found == f"{said}: rank 1 has ended"
+    assert Raised("RuntimeError", found, "").lost_connection
+
+
+def with_a_child(context):
+    """Rank 1 forks a process that goes on, as a loader of data does, and closes its own end of its pipe."""
+    agree(lambda: None)
+    inbox = inbox_of_job()
+    if context.rank == 1:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(write, b"forked")  # it has closed its ends by now
+            signal.pause()
+        os.read(read, 6)
+        dist.barrier()
+        os.dup2(os.open(os.devnull, os.O_RDWR), inbox.fds[0])
+        dist.barrier()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
+    dist.barrier()
+    try:
+        inbox.wait(FACTS, 1, timedelta(seconds=60))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+
+
+@on_linux
+def test_a_rank_that_has_ended_is_noticed_though_its_child_lives():
+    assert launch(with_a_child, 2) == ["Connection closed by peer: rank 1 has ended", None]
+
+
+def waits_for_a_late_message(context, awake, never, limit):
+    inbox = inbox_of_job()
+    if context.rank == 1:
+        time.sleep(0.05)
+        return inbox.send(REPLY, 0, b"late")
+    with mock.patch.object(pipes, "AWAKE", awake), mock.patch(never, side_effect=AssertionError(never)):
+        return inbox.wait(REPLY, 1, limit)
+
+
+@on_linux
+@pytest.mark.parametrize(("awake", "never", "days"), [(60.0, "select.poll", 1), (0.0, "os.sched_yield", 365)])
+def test_a_rank_looks_again_and_again_and_then_sleeps(ranks, awake, never, days):
+    """Also where the time limit is longer than the system can sleep."""
+    assert ranks(2, waits_for_a_late_message, awake, never, timedelta(days=days)) == [b"late", None]

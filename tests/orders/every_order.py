@@ -2,13 +2,13 @@
 
 The code runs once as rank 0, once as rank 1, ..., each time in this process. Functions of torch.distributed that note
 what they are asked for take the place of the messages. Each operation of torch says which memory it reads and writes.
-What remains is what matters to other ranks: memory that is sent, received or shared. A block has one token with B = H
+What remains is memory that is sent or received. A block has one token with B = H
 = G = D = 1 in float32, so a cell of memory is a number.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,17 +26,12 @@ from ringlab.ring.flash_ring import flash_backward, flash_forward
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring, Schedule
-from ringlab.support.host_memory import HostMemory
-from ringlab.ways import shared_memory
 from ringlab.ways.double_ring import DoubleRing
-from ringlab.ways.shared_memory import SharedMemory, TwoLevels
-from tests.orders.happens_before import Await, Cells, Irecv, Isend, Raise, Step, Use, Wait
+from tests.orders.happens_before import Cells, Irecv, Isend, Step, Use, Wait
 
 aten = torch.ops.aten
 TOUCH_NOTHING = (aten.empty_like, aten.new_empty)
 DO_NOT_READ = (aten.copy_, aten.zero_, aten.fill_)  # what they write
-FLAGS = ("ready", "read", "turn", "home")
-PARTS = ("copies", "sums")
 
 
 class Place(NamedTuple):
@@ -71,13 +66,12 @@ class Begun:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what a rank does: its messages, flags and accesses to memory, in this order."""
+    """Notes what a rank does: its messages and accesses to memory, in this order."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
-        self.notes: list[Access | Begun | Step] = []
-        self.names: dict[int, str] = {}  # of storages that are shared, by address
+        self.notes: list[Access | Begun | Wait] = []
         self.alive: list[Any] = []  # so that no storage gets the address of another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,10 +95,11 @@ class Recorder(TorchDispatchMode):
 
     def steps(self) -> list[Step]:
         """The program of this rank. Wait steps in the notes count notes; here they count steps."""
-        names, steps, at = dict(self.names), [], {}
+        names: dict[int, str] = {}  # of storages in messages
+        steps, at = list[Step](), dict[int, int]()
         for note in self.notes:
             if isinstance(note, Begun):
-                names.setdefault(note.memory.storage, f"buffer {len(names)} of rank {self.rank}")
+                names.setdefault(note.memory.storage, f"buffer {len(names)}")
 
         def cells(memory: Place) -> Cells:
             return tuple(f"{names[memory.storage]}, number {n}" for n in memory.numbers)
@@ -116,8 +111,6 @@ class Recorder(TorchDispatchMode):
             elif isinstance(note, Wait):
                 together = steps.pop().steps if steps and isinstance(steps[-1], Wait) else ()
                 steps.append(Wait((*together, *(at[m] for m in note.steps))))
-            elif not isinstance(note, Access):
-                steps.append(note)
             elif note.memory.storage in names:
                 steps.append(Use(cells(note.memory), note.writes))
         return steps
@@ -154,31 +147,6 @@ class PaperWork(NamedTuple):
         self.recorder.notes.append(Wait((self.number,)))
 
 
-class PaperMemory(HostMemory):
-    """The memory of a host on which this rank is alone: it writes the flags down, and waits for none."""
-
-    def __init__(self, recorder: Recorder, ranks: tuple[int, ...]) -> None:
-        """`ranks` of the job are on this host."""
-        self.recorder, self.ranks, self.rank = recorder, ranks, ranks.index(recorder.rank)
-        self.views, self.readers = {}, []
-        self.counts: dict[tuple[int, int], int] = {}  # of each flag and rank: how often it was waited for
-
-    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        if (which, rank) not in self.views:
-            self.views[which, rank] = torch.empty(1024, dtype=torch.uint8)
-            address = self.views[which, rank].untyped_storage().data_ptr()
-            self.recorder.names[address] = f"{PARTS[which]} of rank {self.ranks[rank]}"
-        return self.views[which, rank][: count * dtype.itemsize].view(dtype)
-
-    def raise_flag(self, flag: int, to: int) -> None:
-        self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.recorder.rank}->{self.ranks[to]}"))
-
-    def wait(self, flag: int, of: int) -> None:
-        self.counts[flag, of] = self.counts.get((flag, of), 0) + 1
-        name = f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}"
-        self.recorder.notes.append(Await(name, self.counts[flag, of]))
-
-
 @contextmanager
 def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
     """torch.distributed as this rank of a job sees it; what it sends and receives is noted, and nothing else."""
@@ -198,28 +166,16 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
     def batch(operations: list[Any]) -> list[PaperWork]:
         return [post(Isend if op is dist.isend else Irecv, *rest) for op, *rest in operations]
 
-    memories: dict[tuple[int, ...], PaperMemory] = {}
-
-    def memory(group: PaperGroup | None) -> PaperMemory:
-        ranks = ranks_of(group)
-        if ranks not in memories:
-            memories[ranks] = PaperMemory(recorder, ranks)
-        return memories[ranks]
-
-    with ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.multiple(
-                dist,
-                is_initialized=lambda: True,
-                get_rank=lambda group=None: ranks_of(group).index(recorder.rank),
-                get_world_size=lambda group=None: len(ranks_of(group)),
-                send=send,
-                recv=recv,
-                P2POp=lambda op, tensor, *, group, group_peer: (op, tensor, group_peer, group),
-                batch_isend_irecv=batch,
-            )
-        )
-        patches.enter_context(mock.patch.object(shared_memory, "host_memory", memory))
+    with mock.patch.multiple(
+        dist,
+        is_initialized=lambda: True,
+        get_rank=lambda group=None: ranks_of(group).index(recorder.rank),
+        get_world_size=lambda group=None: len(ranks_of(group)),
+        send=send,
+        recv=recv,
+        P2POp=lambda op, tensor, *, group, group_peer: (op, tensor, group_peer, group),
+        batch_isend_irecv=batch,
+    ):
         yield
 
 
@@ -228,11 +184,10 @@ def inputs() -> list[Tensor]:
     return [torch.ones(1, 1, 1, 1) for _ in range(4)]
 
 
-def blocking(rank: int, partition: Partition) -> Iterator[None]:
+def blocking(rank: int, partition: Partition) -> None:
     """ring_attn.py, and then its backward pass."""
     (q, k, v, d_out), lengths = inputs(), list(partition.lengths)
     out, lse = ring_attn.ring_forward(q, k, v, scale=1.0, lengths=lengths)
-    yield
     backward.ring_backward(q, k, v, out, lse, d_out, scale=1.0, lengths=lengths)
 
 
@@ -243,39 +198,30 @@ class Scheduled:
     schedule: type[Schedule]
     group_of: Callable[[int], Any] = lambda rank: None
 
-    def __call__(self, rank: int, partition: Partition) -> Iterator[None]:
+    def __call__(self, rank: int, partition: Partition) -> None:
         (q, k, v, d_out), schedule = inputs(), self.schedule(partition, 1.0, self.group_of(rank))
         out, lse = flash_forward(q, k, v, schedule)
-        yield
         flash_backward(q, k, v, out, lse, d_out, schedule)
 
 
-Code = Callable[[int, Partition], Iterator[None]]
+Code = Callable[[int, Partition], None]
 
 
-def rings_of(world_size: int) -> dict[str, tuple[Code, int]]:
-    """The rings of this project for so many ranks, by name, each with the layers in which its memory is used again."""
+def rings_of(world_size: int) -> dict[str, Code]:
+    """The rings of this project for so many ranks, by name."""
     meshes = [(n, world_size // n) for n in range(1, world_size + 1) if world_size % n == 0]
     return {
-        "blocking": (blocking, 1),
-        "overlapped": (Scheduled(Ring), 1),
-        **{f"double {n} x {g}": (Scheduled(DoubleRing, partial(PaperMesh, (n, g))), 1) for n, g in meshes},
-        **{
-            f"two levels {n} x {g}": (Scheduled(TwoLevels, partial(PaperMesh, (n, g))), 1)
-            for n, g in meshes
-            if n > 1 and g > 1
-        },
-        "shared memory": (Scheduled(SharedMemory), 2),
+        "blocking": blocking,
+        "overlapped": Scheduled(Ring),
+        **{f"double {n} x {g}": Scheduled(DoubleRing, partial(PaperMesh, (n, g))) for n, g in meshes},
     }
 
 
-def programs(ring: Code, world_size: int, layers: int = 1, mask: Mask | None = None) -> list[list[Step]]:
-    """The steps of each rank in the training of so many layers, recorded from the code of a ring."""
+def programs(ring: Code, world_size: int, mask: Mask | None = None) -> list[list[Step]]:
+    """The steps of each rank, forward and backward, recorded from the code of a ring."""
     partition, found = Partition(mask or Mask(), "contiguous", (1,) * world_size), []
     for rank in range(world_size):
         with on_paper(recorder := Recorder(rank), world_size), recorder:
-            running = [ring(rank, partition) for _ in range(layers)]
-            for layer in (*running, *reversed(running)):  # forward, and then backward
-                next(layer, None)
+            ring(rank, partition)
         found.append(recorder.steps())
     return found

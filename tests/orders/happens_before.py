@@ -1,29 +1,26 @@
-"""Do some ranks work together rightly, whichever of them is fast? What must happen before what answers for all orders.
+"""Is a ring right in every order of its ranks' steps, not only if no message is fast? One check answers for all orders.
 
-The steps of a rank are messages, flags, and accesses to cells of memory. Messages of two ranks and one channel arrive
-in order, and a flag has one owner. So what a step waits for is the same in every order: if one order ends, all do.
-Two accesses to a cell, one of which writes, are a race unless a wait stands between them. Where there is no race, the
-cells hold the same numbers in every order: those that other tests compare with full attention. So one order is tried,
-with a vector clock for each rank: how many steps of each rank are over, as far as this rank can know.
+The steps of a rank are messages, and accesses to cells of its memory. A message is a rendezvous (blocking_messages.py):
+it moves when both ends have begun. Messages of two ranks and one channel arrive in order. So what a step waits for is
+the same in every order: if one order ends, all do, and one is tried.
 
-A message is a rendezvous (blocking_messages.py): it moves when both ends have begun. From its beginning to the wait it
-may read or write its cells at any time.
+From its beginning to the wait for it, a message may read or write its cells at any time. So an access between these
+two steps is a race, unless both only read: it must happen before the message begins, or after the wait. Where there is
+no race, the cells hold the same numbers in every order: those that other tests compare with full attention.
 
     $ python -m tests.orders.happens_before
     a hop of 3 ranks, all send first: these ranks wait for ever: [0, 1, 2]
     a hop of 3 ranks, even ranks send first: right in every order
-    the block is written again before the wait for its send: rank 0 writes x while rank 0 sends it
+    the block is written again before the wait for its send: rank 0 writes x while it sends x
     the block is written again after it: right in every order
 
-Source: Lamport 1978, "happened before"; Mattern 1989, vector clocks.
+Source: Lamport 1978, "happened before".
 """
 
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import inf
 
 from ringlab.basics.blocking_messages import Program, Send, ring_programs
 
@@ -50,131 +47,80 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Raise:
-    flag: str  # only one rank raises it, by 1
-
-
-@dataclass(frozen=True)
-class Await:
-    flag: str
-    count: int
-
-
-@dataclass(frozen=True)
 class Use:
     """Read some cells of memory, or write them."""
 
     cells: Cells
     writes: bool = False
 
-    @property
-    def does(self) -> str:
-        return "writes" if self.writes else "reads"
+
+Step = Isend | Irecv | Wait | Use
 
 
-Step = Isend | Irecv | Wait | Raise | Await | Use
+def check(programs: Sequence[Sequence[Step]]) -> str:
+    """What is bad in some order of the steps of these programs, one a rank, or "": a race, or an endless wait."""
+    for rank, steps in enumerate(programs):
+        if found := race(steps):
+            return f"rank {rank} {found}"
+    waiting = stuck(programs)
+    return f"these ranks wait for ever: {waiting}" if waiting else ""
 
 
-@dataclass
-class Access:
-    """What a step does with a cell, until the place `end` of its rank's program."""
+def race(steps: Sequence[Step]) -> str:
+    """Which cell of a rank a step uses while a message may still read or write it, or ""."""
+    over = {n: at for at, step in enumerate(steps) if isinstance(step, Wait) for n in step.steps}
+    for begin, message in enumerate(steps):
+        if isinstance(message, Isend | Irecv):
+            for step in steps[begin + 1 : over.get(begin)]:
+                if not isinstance(step, Wait) and not {does(step), does(message)} <= {"reads", "sends"}:
+                    for cell in step.cells:
+                        if cell in message.cells:
+                            return f"{does(step)} {cell} while it {does(message)} {cell}"
+    return ""
 
-    rank: int
-    does: str  # sends, receives, reads, writes
-    end: float
-    over: tuple[int, ...]  # how many steps of each rank are over when it begins
 
-    def clashes(self, other: "Access") -> bool:
-        apart = self.over[other.rank] > other.end or other.over[self.rank] > self.end
-        return not apart and not {self.does, other.does} <= {"sends", "reads"}
+def does(step: Isend | Irecv | Use) -> str:
+    """What a step does with its cells."""
+    if isinstance(step, Use):
+        return "writes" if step.writes else "reads"
+    return "sends" if isinstance(step, Isend) else "receives"
 
 
-class Run:
-    """One order of the steps of some programs, one program for each rank."""
+def stuck(programs: Sequence[Sequence[Step]]) -> list[int]:
+    """The ranks that wait for ever."""
+    places, begun, number = [0] * len(programs), Counter[tuple[object, ...]](), dict[tuple[int, int], int]()
 
-    def __init__(self, programs: Sequence[Sequence[Step]]) -> None:
-        self.programs, self.ranks = programs, range(len(programs))
-        self.places = [0] * len(programs)
-        self.over = [[0] * len(programs) for _ in programs]  # as each rank knows
-        self.begun: dict[tuple, tuple[list, list]] = defaultdict(lambda: ([], []))  # what senders and receivers knew
-        self.number: dict[tuple[int, int], int] = {}  # of each message, by rank and place
-        self.raised: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # what its owner knew
-        self.owner: dict[str, int] = {}  # of each flag
-        self.accesses: dict[str, list[Access]] = defaultdict(list)
-        self.open: dict[tuple[int, int], list[Access]] = {}  # of messages that are not waited for
+    def moved(rank: int, n: int) -> bool:
+        """Whether the other end of a message has begun, too."""
+        message = programs[rank][n]
+        assert isinstance(message, Isend | Irecv)
+        return begun[ends(rank, message), not isinstance(message, Isend)] > number[rank, n]
 
-    def to_the_end(self) -> str:
-        """What is bad, or ""."""
-        while any([self.take(rank) for rank in self.ranks]):
-            pass
-        for cell, accesses in self.accesses.items():
-            for pair in combinations(accesses, 2):
-                if pair[0].clashes(pair[1]):
-                    first, then = sorted(pair, key=lambda it: ["writes", "reads", "receives", "sends"].index(it.does))
-                    return f"rank {first.rank} {first.does} {cell} while rank {then.rank} {then.does} it"
-        waiting = [rank for rank in self.ranks if self.places[rank] < len(self.programs[rank])]
-        return f"these ranks wait for ever: {waiting}" if waiting else ""
-
-    def take(self, rank: int) -> bool:
+    def take(rank: int) -> bool:
         """Take the next step of this rank. Returns whether there is one for which it need not wait."""
-        at = self.places[rank]
-        if at == len(self.programs[rank]):
+        at = places[rank]
+        if at == len(programs[rank]):
             return False
-        step = self.programs[rank][at]
-        needed = list(self.needed(rank, step))
-        if None in needed:
+        step = programs[rank][at]
+        if isinstance(step, Wait) and not all(moved(rank, n) for n in step.steps):
             return False
-        self.over[rank] = [max(known) for known in zip(self.over[rank], *needed, strict=True)]
-        if isinstance(step, Isend | Irecv | Use):
-            does, end = ("sends" if isinstance(step, Isend) else "receives"), inf
-            if isinstance(step, Use):
-                does, end = step.does, at
-            self.open[rank, at] = [Access(rank, does, end, tuple(self.over[rank])) for _ in step.cells]
-            for cell, access in zip(step.cells, self.open[rank, at], strict=True):
-                self.accesses[cell].append(access)
-        elif isinstance(step, Wait):
-            for access in (access for n in step.steps for access in self.open[rank, n]):
-                access.end = at
-        self.places[rank] = self.over[rank][rank] = at + 1
-        if isinstance(step, Raise):
-            if self.owner.setdefault(step.flag, rank) != rank:
-                raise ValueError(f"{step.flag} is raised by several ranks; expected a flag for each of them")
-            self.raised[step.flag].append(tuple(self.over[rank]))
         if isinstance(step, Isend | Irecv):
-            self.begin(rank, at, step)
+            end = ends(rank, step), isinstance(step, Isend)
+            number[rank, at] = begun[end]
+            begun[end] += 1
+        places[rank] += 1
         return True
 
-    def needed(self, rank: int, step: Step) -> Iterator[Sequence[int] | None]:
-        """What is over when the step is: for a wait, what the others knew. None: not yet."""
-        for n in step.steps if isinstance(step, Wait) else ():
-            message = self.programs[rank][n]
-            sends = isinstance(message, Isend)
-            peers = self.begun[ends(rank, message)][sends]
-            number = self.number[rank, n]
-            yield peers[number] if number < len(peers) else None
-        if isinstance(step, Await):
-            raised = self.raised[step.flag]
-            yield raised[step.count - 1] if step.count <= len(raised) else None
-
-    def begin(self, rank: int, at: int, message: Isend | Irecv) -> None:
-        mine = self.begun[ends(rank, message)][isinstance(message, Irecv)]
-        self.number[rank, at] = len(mine)
-        mine.append(tuple(self.over[rank]))
+    while any([take(rank) for rank in range(len(programs))]):
+        pass
+    return [rank for rank, steps in enumerate(programs) if places[rank] < len(steps)]
 
 
 def ends(rank: int, message: Isend | Irecv) -> tuple[str, int, int]:
     """The channel, the sender and the receiver of a message of this rank."""
-    return (
-        (message.channel, rank, message.to) if isinstance(message, Isend) else (message.channel, message.source, rank)
-    )
-
-
-def check(programs: Sequence[Sequence[Step]]) -> str:
-    """What is bad in some order of the steps of these programs, one for each rank, or "".
-
-    It is a race, or ranks wait for ever. Raises ValueError for a flag that several ranks raise.
-    """
-    return Run(programs).to_the_end()
+    if isinstance(message, Isend):
+        return message.channel, rank, message.to
+    return message.channel, message.source, rank
 
 
 def of_blocking(programs: Sequence[Program]) -> list[list[Step]]:

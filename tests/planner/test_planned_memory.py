@@ -168,14 +168,12 @@ def test_the_measured_numbers_are_those_of_the_results():
     peers, ring, masked = (json.loads((ROOT / f"bench/results/{name}.json").read_text()) for name in names)
     peers, ring = peers["memory"], ring["memory"]
     chunk = 4 * peers["heads"] * peers["chunk"] * peers["head_dim"]
-    forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"] if not row["shared"]] for i in (0, 1))
-    shared = [max(row["peak_bytes"][i] for row in peers["rows"] if row["shared"]) / chunk for i in (0, 1)]
+    forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"]] for i in (0, 1))
     whole = masked["peak_bytes"]["no mask, contiguous"] / masked["chunk_bytes"]
     assert chunks_of("`ring_flash_attention`") == [round(max(forward), 2)]
     assert chunks_of("the same in training") == [round(max(both), 2)]
-    assert chunks_of("both in [shared memory]") == [round(most, 2) for most in shared]
     assert chunks_of("the same [without a mask]") == [round(whole, 1)]
-    of_page = {max(forward): 7, max(both): 13, shared[0]: 5, shared[1]: 10, whole: 14}  # all but the tile of scores
+    of_page = {max(forward): 7, max(both): 13, whole: 14}  # all but the tile of scores
     assert all(0 <= most - count <= 1.5 * SCORES / chunk for most, count in of_page.items())
     alone, kept = (max(row[peak] for row in ring["rows"]) for peak in ("peak_bytes", "peak_bytes_as_it_comes"))
     assert chunks_of("`ring_attn.py`") == [round(alone / ring["chunk_bytes"], 2)]

@@ -1,21 +1,18 @@
 """What each way sends, forward and backward, and what an all-gather keeps: as the docstrings say, and no more."""
 
-import os
 from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.support import pipes
 from ringlab.support.messages import Watch
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.heads import heads_of_ranks
-from tests.attention import DTYPES, grouped_inputs
+from tests.attention import DTYPES
 from tests.every_way import ON_MESH, WAYS, Problem, attention_of, cut, name_of, ranks_of
-from tests.mistakes import as_on_hosts, assert_refused
 
 B, C, D = 2, 6, 5
 
@@ -181,40 +178,3 @@ def test_an_all_gather_sends_what_the_docstring_says(ranks, kv_heads):
     for forward, backward in ranks(3, watched_gathers, problem):
         assert forward == [gather] * kv_heads
         assert sorted(backward, key=str) == sorted([gather, scatter] * kv_heads, key=str)
-
-
-# Two levels ----------------------------------------------------------------------------------------------------------
-
-FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
-needs_linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
-
-
-def on_hosts(context, shape, hosts):
-    """The messages of the second call, forward: (kind, peer, bytes)."""
-    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with as_on_hosts(hosts):
-        mesh = init_device_mesh("cpu", shape)
-        WAYS["two levels"](q, k, v, group=mesh)  # opens the memory
-        with Watch() as watch:
-            WAYS["two levels"](q, k, v, group=mesh)
-    return [(each.kind, each.peer, each.bytes) for each in watch.messages]
-
-
-@pytest.mark.slow
-@needs_linux
-@pytest.mark.parametrize(("shape", "hosts"), [((3, 2), "aabbcc"), ((2, 3), "aaabbb")])
-def test_only_blocks_between_hosts_are_messages(ranks, shape, hosts):
-    (n, g), (B, _, G, S, D) = shape, FOUR
-    P, size = n * g, B * G * S // (n * g) * D * torch.float32.itemsize  # of K, and of V
-    for rank, messages in enumerate(ranks(P, on_hosts, shape, hosts)):
-        moves = [each for each in messages if each[0] in ("send", "recv")]
-        assert len(moves) == 2 * 2 * (n - 1)
-        assert set(moves) == {("send", (rank + g) % P, size), ("recv", (rank - g) % P, size)}
-        assert len(messages) == len(moves)
-
-
-@pytest.mark.slow
-@needs_linux
-def test_a_row_that_is_not_on_one_host_is_refused_on_every_rank(ranks):
-    words = ["is on host", "shared memory needs ranks of one host"]
-    assert_refused(ranks, 4, words, on_hosts, (2, 2), "abcc")
