@@ -521,6 +521,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     ),
     "no batch": (lambda rank: shard_batch({"input_ids": torch.tensor(5)}, pad_to=1), "input_ids are (); expected"),
     "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
+    "causal on some ranks": (lambda rank: shard_batch({"input_ids": ROW}, causal=rank > 1), "disagree about causal"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
     "a loss of its own code": (lambda rank: bert(False), "BertForMaskedLM called its loss_function 0 time(s)"),
