@@ -21,7 +21,7 @@ Shapes: tokens (S, D) = (8, 2); Q, K and V are the tokens themselves (identity p
 This file needs only numpy, so you can copy it and use it alone.
 
 Before: ringlab/basics/blockwise_attention.py. After: ringlab/basics/blocking_messages.py, then ring_attn.py, on real
-processes. An appendix, notebooks/source/published_example.py, compares a published version with the exact values.
+processes.
 Source: a published worked example (section 05 of a course on Ring Attention), recomputed; Liu et al. 2024, algorithm 1.
 """
 

@@ -9,13 +9,9 @@ overlap_threshold    the share that a ring between two hosts hides, against the 
     predicted        min(1, C / C*), with the knee C* = w/2 · flops / bandwidth of the same run; w = 4 bytes
     measured         1 - wait / hop, where the wait is what is left of the hop when the ring has computed its block
 
-latents              the speed of a ring of latents between two hosts, as a share of that of a ring of K and V
-    measured         seconds of the ring of K and V / seconds of the ring of latents; both make K and V of latents
-    predicted        (make + max(compute, hop of K and V) + compute) / (2 · make + 2 · compute), of the same run
-
 Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing.
 
-    $ sudo .venv/bin/python -m bench overlap_threshold latents
+    $ sudo .venv/bin/python -m bench overlap_threshold
 """
 
 from collections.abc import Callable
@@ -28,13 +24,12 @@ from torch import Tensor
 
 from bench import record
 from bench.hosts import hosts, job
-from bench.record import Results, bench, in_turn
+from bench.record import Results, bench
 from ring_planner.hidden_communication import AttentionLayer, block_flops, hidden_share, hop_bytes, min_overlap_chunk
 from ringlab.basics.ranks import gather, scatter
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
-from ringlab.ring.latent_ring import heads_of, ring_latent_attention
 from ringlab.ring.overlap import post, seconds
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
@@ -157,79 +152,3 @@ def overlap_threshold(chunks: dict[int, list[int]], **size: int) -> Results:
     layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
     knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
     return {"rows": rows, "knees": knees}
-
-
-# Latents between two hosts --------------------------------------------------------------------------------------------
-
-PARTS = ("making", "computing", "hop", "heads", "latents")  # of a row: median seconds
-
-
-def latents_in_turn(
-    context: RankContext, chunks: list[int], *, heads: int, head_dim: int, rope: int, rank: int, repetitions: int
-) -> list[Row]:
-    """For each chunk, median seconds of both rings, and of their parts alone. RuntimeError where the rings differ."""
-    rows, scale = [], (head_dim + rope) ** -0.5
-    for chunk in chunks:
-        generator = torch.Generator().manual_seed(context.rank)
-        sizes = (heads, head_dim + rope), (1, rank + rope)
-        q, block = (torch.randn(1, h, chunk, n, generator=generator) for h, n in sizes)
-        w = torch.randn(heads, 2 * head_dim, rank, generator=generator.manual_seed(0)) / rank**0.5
-        parts = [*block[:, 0].split([rank, rope], dim=2), *w.split(head_dim, dim=1)]
-        make = partial(heads_of, block, w, head_dim)
-        sent = [x.contiguous() for x in make()]
-        works = {
-            "making": make,
-            "computing": partial(fused_forward, q, *sent, scale=scale),
-            "hop": partial(hop, sent, [torch.empty_like(x) for x in sent]),
-            "heads": lambda q=q, make=make: ring_flash_attention(q, *make()),
-            "latents": partial(ring_latent_attention, q, *parts),
-        }
-        seen, results = in_turn(context, {name: (False, work) for name, work in works.items()}, repetitions)
-        if not torch.allclose(results["heads"], results["latents"], rtol=1e-3, atol=1e-5):
-            raise RuntimeError("the ring of latents differs from the ring of keys and values")
-        faster = median(a / b for a, b in zip(seen["heads"], seen["latents"], strict=True))
-        rows.append({"chunk": chunk, **{name: median(seen[name]) for name in PARTS}, "faster": faster})
-    return rows
-
-
-def expected(row: Row) -> float:
-    """How many times as fast the ring of latents should be, by the times of its parts."""
-    both = row["making"] + row["computing"]
-    return (both + max(row["computing"], row["hop"])) / (2 * both)
-
-
-def latents_tables(results: Results) -> list[str]:
-    """Times in milliseconds."""
-    rows = []
-    for row in results["rows"]:
-        times = [f"{1e3 * row[name]:.1f}" for name in PARTS]
-        speeds = [f"{speed:.2f}" for speed in (row["faster"], expected(row))]
-        rows.append([f"{row['rate'] / 1e6:,g}", f"{row['chunk']:,}", *times, *speeds])
-    heads = "link, MB/s | C | make K and V | compute | hop of K and V | ring of K and V | ring of latents"
-    return [record.grid(f"{heads} | speed of latents | predicted", rows)]
-
-
-@bench(
-    latents_tables,
-    rates=[2_000_000_000, 20_000_000],
-    chunks=[256, 1024],
-    **{"heads": 4, "head_dim": 128, "rope": 64, "rank": 512, "repetitions": 5},
-)
-def latents(rates: list[int], **sizes: Any) -> Results:
-    """A row for each link, in bytes a second, and chunk."""
-    rows = []
-    for rate in rates:
-        with hosts(2, rate) as both:
-            rows += [{"rate": rate, **row} for row in job(both, latents_in_turn, sizes)]
-    return {"rows": rows}
-
-
-# Five ways, which were measured once --------------------------------------------------------------------------------
-
-FORWARD, BACKWARD, TRAIN = "forward", "backward", "training"
-
-
-def timed(row: Row, name: str, which: str) -> list[float]:
-    """Seconds of each repetition of a way or of a peer: forward, or forward and backward."""
-    forward, backward = (row["seconds"][f"{name}, {each}"] for each in (FORWARD, BACKWARD))
-    return forward if which == FORWARD else [a + b for a, b in zip(forward, backward, strict=True)]

@@ -20,11 +20,11 @@ def pictures(names: str) -> dict[str, Callable[[], drawing.Picture]]:
     return {name: charts[name] if name in charts else import_module(f"figures.{name}").draw for name in names.split()}
 
 
-PAGES = pictures("kv_rotation message_order flat_ring scoreboard speed crossover")  # their SVG
+PAGES = pictures("kv_rotation message_order flat_ring scoreboard speed")  # their SVG
 CHAPTERS = pictures(  # chapters draw them
-    "running_softmax memory block_schedule ring_timeline gradients_home overlap_timeline causal_layouts "
-    "backward_timeline overlap_threshold slow_hop max_context token_loss mesh loss_curves "
-    "masked_ring generation tokens_to_heads double_ring state_ring"
+    "running_softmax memory  ring_timeline gradients_home overlap_timeline causal_layouts "
+    "backward_timeline overlap_threshold slow_hop max_context token_loss mesh "
+    "masked_ring tokens_to_heads double_ring state_ring"
 )
 NARROW = {
     name: import_module(f"figures.{name}") for name in ("kv_rotation", "message_order", "causal_layouts")

@@ -1,26 +1,16 @@
-"""Pictures of what was measured, each drawn from one result in bench/results: attention, then whole models.
+"""Pictures of what was measured, each drawn from one result in bench/results.
 
 $ python -m bench memory        # measures again; memory is also the name of the picture
 $ python -m figures.draw_all    # draws again
 """
 
-from statistics import median
-
-import torch
-
 from bench import record
 from bench.memory import lengths as longest
 from bench.speed import TORCH, ZIGZAG, speeds
 from bench.speed import TRAIN as TRAINING
-from bench.wires import TRAIN, timed
 from figures import shapes
 from ring_planner.hidden_communication import hidden_share
-from ring_planner.ways import WAYS
 from ringlab.support import drawing
-from ringlab.support.colours import ink_on
-
-ONE, RING, MERGE = "one process", "ring", "merge over ranks"
-ROUNDED, BF16 = "one process, weights off by one rounding", "ring of 4, bf16"
 
 
 def memory() -> drawing.Picture:
@@ -181,124 +171,4 @@ def speed() -> drawing.Picture:
         page.plot([x, x + 40], [98, 98], color=colour, lw=1.8, ls=style)
         page.plot([x + 20], [98], marker, color=colour, ms=8, mec=drawing.PAGE, mew=1.2)
         drawing.write(page, x + 52, 98, label, color=colour)
-    return figure
-
-
-def crossover() -> drawing.Picture:
-    """A grid of twelve columns: two sequences, two meshes of hosts, three rates of the link between the hosts. Each of
-    five rows is a way, each cell its time of a training step of attention over that of the fastest way in the column.
-    The hybrid has 1 to 1.02 in ten columns, and 1.21 and 1.30 on the slowest link with the short sequence, where
-    all-to-all is the fastest. All-gather takes up to 2.3 times as long, the ring 1.77 times.
-    """
-    results = record.load("five_ways")
-    cells = sorted(results["rows"], key=lambda row: (row["seq_len"], row["per_host"], row["rate"]))
-    taken = [{way: median(timed(row, way, TRAIN)) for way in WAYS} for row in cells]
-    over = [{way: seconds / min(times.values()) for way, seconds in times.items()} for times in taken]
-    near = sum(round(each["hybrid"], 2) <= 1.02 for each in over)
-    title = f"The hybrid is the fastest of five ways, or at most 2 % slower, in {near} of {len(over)} cases"
-    what = "numbers: forward and backward, over the time of the column's fastest way   columns: MB/s between the hosts"
-    on = f"measured on two hosts (network namespaces) on {results['machine']['cores']} cores, {results['dtype']}"
-    shape = f"causal, H = {results['heads']}, D = {results['head_dim']}, {results['machine']['date'][:10]}"
-    figure, page = shapes.headed(460, crossover, title, {65: what, 91: f"{on}   {shape}"})
-    for i, way in enumerate(WAYS):
-        drawing.write(page, 20, 220 + 46 * i, way, weight="bold")
-    for i, (row, each) in enumerate(zip(cells, over, strict=True)):
-        left = 140 + 67 * i + 8 * (i // 3) + 12 * (i // 6)
-        if i % 6 == 0:
-            drawing.write(page, left, 130, f"S = {row['seq_len']:,}", weight="bold")
-        if i % 3 == 0:
-            drawing.write(page, left, 156, f"{row['hosts']} hosts of {row['per_host']} ranks")
-        drawing.write(page, left + 31, 182, f"{row['rate'] / 1e6:g}", ha="center", color=drawing.MUTED)
-        for line, way in enumerate(WAYS):
-            fill = shapes.mixed("#6B1231", min(1.0, each[way] - 1), "#F3E9EC")  # the darker, the slower
-            shapes.box(page, left, 200 + 46 * line, 62, 40, fc=fill)
-            look = {"ha": "center", "color": ink_on(fill), "weight": "bold" if each[way] == 1 else "normal"}
-            drawing.write(page, left + 31, 220 + 46 * line, f"{each[way]:.2f}" if each[way] > 1 else "1", **look)
-    return figure
-
-
-def loss_curves() -> drawing.Picture:
-    """Two panels over 100 training steps. Above, the losses of one process, of a ring of 4, of a mesh of 2 x 2 and of a
-    ring of 4 in bfloat16 fall from 5.6 to 2.8 and lie on each other. Below, on a logarithmic axis, the largest
-    difference so far of each run from one process, as a share of the loss. The ring and the mesh stay below 3e-7, as
-    does a run on one process whose first weights are off by one rounding error. Bfloat16 reaches 3e-3.
-    """
-    looks = {  # colour (not that of a block: these are runs), line style and width: each lies inside the one before it
-        ONE: (drawing.FAINT, "-", 11.0),
-        "ring of 4": ("#8C1D40", "-", 7.0),
-        "2 x 2, dp x cp": ("#D79BBB", "-", 3.6),
-        BF16: (drawing.INK, (0, (1, 1.6)), 1.8),
-        ROUNDED: (drawing.MUTED, (0, (5, 2)), 1.8),
-    }
-    results = record.load("loss_curves")
-    on, dtype = results["machine"], "float32, one run in bfloat16"
-    model = f"{results['layers']} layers, hidden {results['hidden']}"
-    batch = f"{results['batch']} x {results['seq_len']} tokens a step"
-    said = f"ringlab.models.train, {model}, {batch}, {dtype}   measured, {on['cores']} cores, {on['date'][:10]}"
-    figure, page = shapes.headed(800, loss_curves, "The same losses on every mesh", {65: said})
-    what = "difference from one process, the largest so far"
-    above = shapes.numbers(figure, (0.075, 0.5, 0.905, 0.37), y="loss, nats a byte", title="loss")
-    below = shapes.numbers(figure, (0.075, 0.14, 0.905, 0.29), x="step", y="share of the loss", title=what)
-    steps = range(1, results["steps"] + 1)
-    curves = {row["run"]: torch.tensor(row["losses"], dtype=torch.float64) for row in results["rows"]}
-    for name, losses in curves.items():
-        colour, dashes, width = looks[name]
-        if name != ROUNDED:
-            above.plot(steps, losses, color=colour, ls=dashes, lw=width)
-        if name == ONE:
-            continue
-        largest = (losses / curves[ONE] - 1).abs().cummax(dim=0).values.tolist()
-        below.plot(steps, [x or None for x in largest], color=colour, ls=dashes, lw=min(width, 4))  # 0 has no logarithm
-    below.set_yscale("log")
-    for ax in (above, below):
-        ax.set_xlim(0, results["steps"] + 1)
-    below.minorticks_off()
-    for i, (name, (colour, dashes, width)) in enumerate(looks.items()):
-        x, y = 75 + 225 * (i % 4), 744 + 28 * (i // 4)
-        page.plot([x, x + 50], [y, y], color=colour, ls=dashes, lw=width, solid_capstyle="butt")
-        drawing.write(page, x + 60, y, name + (" (below only)" if name == ROUNDED else ""))
-    return figure
-
-
-def size(count: float) -> str:
-    """A number of bytes in words, such as 2 kB."""
-    return f"{count / 1e6:g} MB" if count >= 1e6 else f"{count / 1e3:g} kB"
-
-
-def generation() -> drawing.Picture:
-    """Two panels against the length of the context, on logarithmic axes, for the attention of one layer and one new
-    token on 4 ranks. Left, the time: a ring that moves the cache takes longest, and its line rises with the context;
-    the merge over ranks is far below it; one process with the whole cache is the fastest, because its cores have no
-    messages to wait for, but with long contexts the merge is near it. Right, the bytes that a rank sends: the ring's
-    line rises with the context to tens of megabytes, the merge's line is level at two kilobytes.
-    """
-    colours = {RING: "#8C1D40", MERGE: drawing.INK, ONE: "#B0568A"}  # not those of blocks: these are ways
-    key = {
-        RING: "ring: K and V of all ranks go round for each token",
-        MERGE: "merge over ranks: each rank attends to its own keys",
-        ONE: "one process: all the cores, the whole cache, no messages",
-    }
-    results = record.load("generation")
-    P, contexts, machine = results["worlds"][-1], results["contexts"], results["machine"]
-    title = "A new token: its query goes to the keys, and the keys stay where they are"
-    on = f"measured, {machine['cores']} cores, {results['dtype']}, {machine['date'][:10]}"
-    shape = f"B = 1, H = {results['heads']}, G = {results['kv_heads']}, D = {results['head_dim']}"
-    what = f"attention of one layer for one token, {P} ranks   {shape}   {on}"
-    figure, page = shapes.headed(620, generation, title, {65: what})
-    rows = [row for row in results["rows"] if row["world_size"] == P]
-    panels = {
-        "milliseconds": {way: [1e3 * median(row["seconds"][way]) for row in rows] for way in colours},
-        "bytes that a rank sends": {way: [row["bytes"][way] for row in rows] for way in (RING, MERGE)},
-    }
-    for left, (name, lines) in zip((0.07, 0.575), panels.items(), strict=True):
-        ax = shapes.numbers(figure, (left, 0.285, 0.405, 0.52), x="tokens in the context", title=name)
-        for way, values in lines.items():
-            ax.plot(contexts, values, "o-", color=colours[way], lw=1.8, ms=8, mec=drawing.PAGE, mew=1.2)
-        ax.set(xscale="log", yscale="log")
-        ax.minorticks_off()
-        ax.set_xticks(contexts, [f"{S:,}" for S in contexts])
-        ax.yaxis.set_major_formatter(lambda x, _, name=name: f"{x:g}" if name == "milliseconds" else size(x))
-    for i, (way, label) in enumerate(key.items()):
-        shapes.box(page, 70, 518 + 30 * i, 22, 16, fc=colours[way])
-        drawing.write(page, 102, 526 + 30 * i, label)
     return figure

@@ -1,8 +1,8 @@
 """Rings over time: what each rank did in a real run, and what it would do with one slow link.
 
-    ring_timeline, block_schedule    ring_timeline.json, the record of a real run
-    overlap_timeline                 bench/results/overlap.json, also the record of one
-    slow_hop                         `arriving_blocks` of ringlab/ring/overlap.py, run by threads as ranks: simulated.py
+    ring_timeline       ring_timeline.json, the record of a real run
+    overlap_timeline    bench/results/overlap.json, also the record of one
+    slow_hop            `arriving_blocks` of ringlab/ring/overlap.py, run by threads as ranks: simulated.py
 
 To record another run: torchrun --nproc_per_node=4 ring_attn.py --seq-len 8192 --trace figures/ring_timeline.json
 A message moves when its sender and its receiver have both begun; the first of the two waits for the other. The record
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -27,7 +26,6 @@ from ringlab.ring.overlap import arriving_blocks, hidden_share
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
-CELL, STEP, CORNER = (142, 64), (174, 116), (168, 104)  # pixels of block_schedule: a cell, to the next, the first
 FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s of an A100, and bytes/s inside a host
 SLOW = TABLE_2[1][2]  # bytes/s between hosts
 TRACED, CHUNK = (
@@ -103,48 +101,6 @@ def ring_timeline() -> drawing.Picture:
         look = {"fc": drawing.PAGE, "ec": drawing.colour(event.block), "hatch": "//////", "lw": 0}
         corner, height = bars[event].get_xy(), bars[event].get_height()
         ax.add_patch(Rectangle(corner, 1e3 * (came - event.start), height, **look))
-    return figure
-
-
-def block_schedule() -> drawing.Picture:
-    """A grid of four rounds by four ranks, coloured by K/V block. In round 0 rank r holds block r; in each later round
-    every block stands one rank further to the right, and that of rank 3 comes in again at rank 0. There is a hop
-    between any two rounds, three in all, and none after the last one.
-    """
-    known = events()
-    sent = [event for event in known if event.what == "send"]
-    P = 1 + max(event.rank for event in known)
-    hops = 1 + max(event.round for event in sent)
-    title = f"The K/V block on which each rank computed: {P} rounds, {hops} hops"
-    figure, ax = shapes.headed(580, block_schedule, title)
-    for rank in range(P):
-        drawing.write(ax, CORNER[0] + STEP[0] * rank + CELL[0] / 2, 82, f"rank {rank}", weight="bold", ha="center")
-    for t in range(P):
-        middle = CORNER[1] + STEP[1] * t + CELL[1] / 2
-        drawing.write(ax, 20, middle - 10, f"round {t}", weight="bold")
-        drawing.write(ax, 20, middle + 11, f"j = (r − {t}) mod {P}", color=drawing.MUTED)
-
-    for event in known:
-        x, y = CORNER[0] + STEP[0] * event.rank, CORNER[1] + STEP[1] * event.round
-        if event.what == "compute":
-            shapes.block(ax, x, y, *CELL, event.block, f"KV{event.block}", size=19, weight="bold")
-        if event.what == "send":
-            start = np.array([x + CELL[0] / 2, y + CELL[1] + 4])
-            way = np.array([STEP[0], STEP[1] - CELL[1] - 8])
-            look = {"color": drawing.colour(event.block), "lw": 4, "mutation_scale": 18}
-            if event.rank < P - 1:
-                shapes.arrow(ax, start, start + way, **look)
-            else:  # out on the right, in again on the left
-                shapes.arrow(ax, start, start + way / 2, **{**look, "arrowstyle": "-"})
-                shapes.arrow(ax, start + way / 2 - (P * STEP[0], 0), start + way - (P * STEP[0], 0), **look)
-    for hop in range(hops):
-        y = CORNER[1] + STEP[1] * hop + (STEP[1] + CELL[1]) / 2
-        size = max(event.bytes for event in sent if event.round == hop)
-        drawing.write(ax, 886, y - 10, f"hop {hop + 1}", weight="bold")
-        drawing.write(ax, 886, y + 11, f"{size / 1e6:.1f} MB a rank", color=drawing.MUTED)
-    middle, under = CORNER[0] + (STEP[0] * (P - 1) + CELL[0]) / 2, CORNER[1] + STEP[1] * (P - 1) + CELL[1] + 28
-    text = "No hop after the last round: nobody needs another block"
-    drawing.write(ax, middle, under, text, color=drawing.MUTED, ha="center")
     return figure
 
 

@@ -19,7 +19,7 @@
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
 # The numbers are those of a worked example in a course on the paper. It adds averages: after two rounds
-# it has 3.731 for token 0, and 2.269 is right. [`published_example.py`](source/published_example.py) compares all 36 rows with the exact values.
+# it has 3.731 for token 0, and 2.269 is right.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math

@@ -16,7 +16,7 @@
 # - explain every line of `ring_forward` and `hop`, the ring of `ring_attn.py`,
 # - **write Ring Attention yourself**. The last exercise runs your ring on real processes, and the doctor examines it.
 #
-# The road, 4 of 8. 18 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
+# The road, 4 of 8. 17 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
 # Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -66,12 +66,6 @@ out = torch.cat([finish(state)[0] for state in states], dim=2)
 x = TOKENS[None, None]
 assert torch.allclose(out, naive_attention(x, x, x))
 print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy())
-
-# %% [markdown]
-# The picture shows the same schedule, as a real run recorded it: 8,192 tokens, 8 heads and D = 64 in float32. A rank sends 8.4 MB in each hop.
-
-# %%
-timelines.block_schedule()
 
 # %% [markdown]
 # ## Processes and messages
@@ -199,7 +193,7 @@ print(out[0, 0].numpy())
 
 # %% [markdown]
 # From the command line, `torchrun --nproc_per_node=4 ring_attn.py` runs it with 2,048 tokens. With `--trace ring.json` each rank notes what it does,
-# and when. This is the record of a real run:
+# and when. This is the record of a real run: 8,192 tokens, 8 heads and D = 64 in float32. A rank sends 8.4 MB in each hop:
 
 # %%
 timelines.ring_timeline()

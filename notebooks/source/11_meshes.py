@@ -18,14 +18,13 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 10. 21 minutes to read, 15 for the exercises.
+# Track *train*. Before it: chapters 1 to 8 and 10. 20 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import torch
 import torch.nn.functional as F
 
-from figures import measured
 from figures import mesh as picture
 from notebooks.source.checks.models import check_gradient_norm, check_rank_loss
 from notebooks.source.show import print_source
@@ -244,12 +243,8 @@ print_source(mesh.shard_weights)
 # ```
 #
 # A rank of the second job has slices twice as large, so it reads two slices of the first job for each, of weights and of moments.
-# Here are 100 steps on three meshes: in float32 the differences are as small as the effect of one rounding error in the first weights.
-
-# %%
-measured.loss_curves()
-
-# %% [markdown]
+# In float32 the losses of every mesh are those of one process, but for rounding ([the test](../tests/models/test_train.py)).
+#
 # **What is the ring for?** Not for speed but for length. In processes of 64 MiB each, weights and optimizer included, a ring of 4
 # trains on 15,936 tokens, where one process with blockwise attention reaches 5,360
 # ([measured](../bench/README.md#the-measurements), with activation checkpointing).

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ring_attn import hop
 from ringlab.basics.naive_attention import naive_attention
 
-ABOUT = "the sum of the blocks' own averages (published_example.py, mistake H): written here"
+ABOUT = "the sum of the blocks' own averages, as a published page adds them: written here"
 VERSION = "the page of published_example.py"
 UNEQUAL = False
 LAYOUTS, CAUSAL, GROUPED, GRADIENTS = ("contiguous",), (False,), False, False

@@ -123,7 +123,7 @@ def test_width_and_colour(capsys, monkeypatch):
 
 def test_it_can_be_taken_away_alone(monkeypatch, capsys):
     """No import but numpy: without torch, and without this project, it still runs and says what it could not check."""
-    for module in ("torch", "ringlab", "published_example"):
+    for module in ("torch", "ringlab"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(sys, "argv", ["worked_example.py"])
     with pytest.raises(SystemExit) as stopped:

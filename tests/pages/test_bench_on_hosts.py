@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
@@ -147,24 +146,6 @@ def test_a_rank_of_the_bench(ranks):
     assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
     assert all(seconds > 0 for seconds in row.values())
     assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
-
-
-def latents(context, factor):
-    ring = wires.ring_latent_attention
-    with mock.patch.object(wires, "ring_latent_attention", lambda *x: factor * ring(*x)):
-        return wires.latents_in_turn(context, [16], heads=2, head_dim=8, rope=4, rank=16, repetitions=1)
-
-
-def test_a_rank_of_the_bench_of_latents(ranks):
-    (row,) = ranks(2, latents, 1.0)[0]
-    assert row["faster"] == row["heads"] / row["latents"]
-    for raised in ranks.outcomes(2, latents, 1.01):
-        assert "the ring of latents differs" in raised.message
-    row = {"rate": 1e8, "chunk": 9, "making": 2, "computing": 3, "hop": 15, "heads": 20, "latents": 10, "faster": 2}
-    assert (
-        "| 100 | 9 | 2000.0 | 3000.0 | 15000.0 | 20000.0 | 10000.0 | 2.00 | 2.00 |"
-        in wires.latents_tables({"rows": [row]})[0]
-    )
 
 
 def one_hop(context):

@@ -330,7 +330,7 @@ def test_a_line_that_is_forgotten_has_the_symptom_of_the_page(ranks, line):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [0, 2])
+@pytest.mark.parametrize("line", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_doctor_names_the_line_that_is_forgotten(line, tmp_path):
     code = spoiled(line) if line else STEP
     file = tmp_path / f"step_of_line_{line}.py"

@@ -31,7 +31,7 @@ from tests.commands import ROOT, assert_legible
 PICTURES = PAGES | CHAPTERS
 TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit
 SHOWS_BLOCKS = {  # and how many of their colours; the others are measured, or of machines
-    **dict.fromkeys(("kv_rotation", "message_order", "running_softmax", "block_schedule", "ring_timeline"), 4),
+    **dict.fromkeys(("kv_rotation", "message_order", "running_softmax", "ring_timeline"), 4),
     **dict.fromkeys(("gradients_home", "causal_layouts", "backward_timeline", "slow_hop", "token_loss", "mesh"), 4),
     **dict.fromkeys(("masked_ring", "tokens_to_heads", "double_ring", "state_ring"), 4),
     "overlap_timeline": 2,

@@ -4,16 +4,12 @@ import re
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import ring_attn
-import worked_example
 from bench import pages
-from notebooks.source import build, paper_tables, published_example
+from notebooks.source import build, paper_tables
 from ring_doctor import __main__ as doctor
-from ringlab.basics.naive_attention import TOKENS
 from tests.basics.test_ring_attn import given_to_the_ring
 from tests.commands import ROOT, check_shown, run
 from tests.concepts import FOLDERS as HOMES
@@ -100,11 +96,6 @@ def test_the_measured_tables_are_those_of_the_committed_results():
         pages.renewed(MEASURED.replace("how_fast", ""))
 
 
-def test_the_numbers_of_the_published_page_are_those_of_its_check():
-    wrong = [bool(letter) for *_, letters in published_example.PUBLISHED for letter in letters]
-    assert f"{sum(wrong)} of its {len(wrong)} rows of numbers are wrong" in words(ERRATA)
-
-
 def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
     minutes = [(int(read), int(more)) for read, more in re.findall(r"\| (\d+) \+ (\d+) \|$", MAP, re.M)]
     assert minutes == [stated(path) for path in build.chapters()]
@@ -178,7 +169,7 @@ def test_a_dead_link_is_found():
     assert dead_links(page, '<img src="../figures/none.svg">, ![](../figures/speed.svg)') == ["../figures/none.svg"]
 
 
-# The errata of the paper, and of a page that was published ----------------------------------------------------------
+# The errata of the paper ----------------------------------------------------------
 
 
 def test_the_errata_show_what_their_command_prints(capsys):
@@ -186,38 +177,3 @@ def test_the_errata_show_what_their_command_prints(capsys):
     assert command == "python -m notebooks.source.paper_tables"
     assert paper_tables.main() == 0
     check_shown(shown, capsys.readouterr().out)
-
-
-def softmax(*scores: float) -> torch.Tensor:
-    return torch.softmax(torch.tensor(scores, dtype=torch.float64), dim=0)
-
-
-def test_a_row_is_marked_wrong_exactly_when_it_is():
-    """The letters are written by hand; the exact values here come from torch."""
-    for t, gpu, what, printed_rows, letters in published_example.PUBLISHED:
-        keys = TOKENS[2 * ((gpu - t) % 4) :][:2]
-        seen = torch.cat([TOKENS[2 * ((gpu - earlier) % 4) :][:2] for earlier in range(t + 1)])
-        for i in (0, 1):
-            q = TOKENS[2 * gpu + i]
-            weights = softmax(*(keys @ q / 2**0.5))
-            right = {
-                "q.k": keys @ q,
-                "scores": keys @ q / 2**0.5,
-                "weights": weights,
-                "output": weights @ keys,
-                "so far": softmax(*(seen @ q / 2**0.5)) @ seen,
-            }[what]
-            np.testing.assert_allclose(
-                published_example.exact(worked_example.ring()[t][gpu], i, what), right, atol=1e-13
-            )
-            is_right = np.abs(right.numpy() - printed_rows[i]).max() < 6e-4
-            assert is_right == (letters[i] == ""), (t, gpu, what, i)
-            assert is_right or letters[i] in published_example.explanations()
-
-
-@pytest.mark.parametrize(("printed", "letter"), [((0.731, 0.269), ""), ((0.670, 0.330), "A")])
-def test_a_wrong_row_without_explanation_and_a_right_one_with_it_exit_1(monkeypatch, capsys, printed, letter):
-    row = (0, 0, "weights", (printed, (0.330, 0.670)), (letter, ""))
-    monkeypatch.setattr(published_example, "PUBLISHED", [row])
-    assert published_example.main() == 1
-    assert "WRONG" in capsys.readouterr().out
