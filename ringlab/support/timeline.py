@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ringlab.support.agreement import agree
 
@@ -79,19 +78,17 @@ def _watched(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def record(
-    k: Tensor, group: ProcessGroup | None = None, *, ring: Callable[..., Any] | None = None
-) -> Iterator[list[Event]]:
+def record(k: Tensor, *, ring: Callable[..., Any] | None = None) -> Iterator[list[Event]]:
     """Record the body on every rank; afterwards the list yielded holds the events of all of them.
 
     k (B, H, C, D) is the block that this rank starts with; a block with the first keys of rank r is block r. Every rank
-    of the group must enter. Recorded are spans and blocking messages. With ring_attn.py's `ring_attention` as `ring`,
+    must enter. Recorded are spans and blocking messages. With ring_attn.py's `ring_attention` as `ring`,
     its computations are recorded too. Ranks of one host share a clock, which starts when the first of them passes the
     barrier. Clocks of different hosts are not compared.
     """
     global _recording
-    firsts = agree(lambda: k[:, :, :FIRST].cpu(), group)
-    dist.barrier(group=group)
+    firsts = agree(lambda: k[:, :, :FIRST].cpu())
+    dist.barrier()
     begin = time.perf_counter()
     events: list[Event] = []
     _recording = []
@@ -108,7 +105,7 @@ def record(
         for what, t, start, end, size, first in _recording:
             block = next((j for j, other in enumerate(firsts) if torch.equal(first.cpu(), other)), -1)  # -1: no rank's
             mine.append((what, t, block, start, end, size))
-        seen = agree(lambda: (platform.node(), begin, mine), group)
+        seen = agree(lambda: (platform.node(), begin, mine))
     finally:
         _recording = None
     for rank, (host, _, spans) in enumerate(seen):

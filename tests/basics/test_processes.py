@@ -20,7 +20,7 @@ from ringlab.support import processes
 from ringlab.support.agreement import agree, members
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import LostRank, Raised, Ranks, join_ring, launch
-from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
+from tests.commands import ROOT, ends_soon, wait_for
 from tests.wrong import failing_ring
 
 
@@ -140,14 +140,6 @@ def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
 def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, backwards, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
         launch(failing_ring.fail, 3, how, backwards)
-
-
-@pytest.mark.slow
-def test_torchrun_reports_a_wrong_result_by_its_exit_status():
-    """Only rank 0 knows: the status of the job must be its status."""
-    done = run(*TORCHRUN, "--nproc_per_node=2", failing_ring.__file__)
-    assert "WRONG against full attention in float64" in done.stdout
-    assert done.returncode != 0
 
 
 def sleeping_rank(context, folder):

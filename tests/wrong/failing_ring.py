@@ -1,16 +1,12 @@
-"""Rings that fail; as a script the command `ring_attn.py`, with a wrong result."""
+"""Rings that fail."""
 
 import os
-import runpy
 import signal
-import sys
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-import ring_attn
-from ringlab.basics import blockwise_attention
 from ringlab.ring import flash_ring
 
 
@@ -37,13 +33,3 @@ def fail(context, how, backwards):
         if backwards:
             out.sum().backward()
         flash_ring.ring_flash_attention(x, x, x)
-
-
-def attend(state, q, k, v, *, scale, right=blockwise_attention.attend):
-    return right(state, q, k, v, scale=1.1 * scale)
-
-
-if __name__ == "__main__":
-    blockwise_attention.attend = attend
-    sys.argv[1:] = ["--seq-len", "16"]
-    runpy.run_path(ring_attn.__file__, run_name="__main__")
