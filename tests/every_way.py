@@ -63,7 +63,6 @@ def scattered(seq_len, rank, world_size):
 
 
 OWN = Layout("scattered", scattered)
-CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
 ALL_LAYOUTS = (*LAYOUTS, OWN)
 
 
