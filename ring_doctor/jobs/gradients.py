@@ -39,6 +39,7 @@ class Gradients:
     times: dict[str, float] = field(default_factory=dict)  # rank 0's gradient as the nearest multiple of the right one
     multiples: dict[str, bool] = field(default_factory=dict)  # whether all ranks' are this multiple
     wrong_ranks: set[int] = field(default_factory=set)
+    dealt_out: list[str] = field(default_factory=list)  # weights that only some ranks' optimizers have, as in ZeRO-1
 
     @property
     def wrong(self) -> list[str]:
@@ -131,14 +132,16 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
         if lacking := [of["rank"] for of in many.ranks if other not in of["weights"]]:
             said = f"rank {lacking[0]} of the second job has no weight {other}, as rank 0 has"
             raise CannotExamine(f"{said}; expected one model on all ranks")
-        given = [many.tensor(kind, step, other, rank) for rank in range(P)]
+        owners = [rank for rank, of in enumerate(many.ranks) if other in of["steps"][step]["owned"]] or range(P)
+        found.dealt_out += [name] if len(owners) < P else []
+        given = [many.tensor(kind, step, other, rank) for rank in owners]
         parts = [torch.zeros_like(right) if part is None else part for part in given]
         for part in parts:
             if part.shape != right.shape:
-                said = f"the gradient of {name} has shape {tuple(part.shape)} in the second job"
-                raise CannotExamine(f"{said}; expected {tuple(right.shape)}: slices that are no DTensors stay apart")
+                said = f"{name} has shape {tuple(part.shape)} in the second job and {tuple(right.shape)} in the first"
+                raise CannotExamine(f"{said}; expected one model, whole on each rank or in DTensors")
         off, allowed = [distance(part, right, floors[name]) for part in parts], found.allowed[name]
-        found.wrong_ranks |= {rank for rank, error in enumerate(off) if not error <= allowed}
+        found.wrong_ranks |= {rank for rank, error in zip(owners, off, strict=True) if not error <= allowed}
         found.errors[name] = max(off)
         found.factors[name] = factors_of(parts, right, floors[name], allowed, divisors(P)[:0:-1])
         times = found.times[name] = float((parts[0] * right).sum() / (right * right).sum().clamp(min=1e-300))

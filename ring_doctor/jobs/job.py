@@ -9,9 +9,7 @@ Before: watching.py. After: seen.py, what the ranks saw.
 """
 
 import contextlib
-import itertools
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -46,13 +44,7 @@ for file in "$2"/pid-*; do
 done
 case $killed${home##*/} in 1ring-doctor-????????) rm -rf "$home"; esac"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
-TAIL = 6  # lines of a job before its error
-MESSAGE = 6  # lines of an error's message
-TRACEBACK = re.compile(r"(?! ).*Traceback \(most")  # perhaps behind a progress bar
-PREFIX = re.compile(r"((?:\[\w+\]: ?)*)(.*)")  # of a rank, and what it says
-HANDLED = ("During handling of", "The above exception")  # the line after another error's cause
-NEXT = re.compile(rf"Traceback |{'|'.join(HANDLED)}|\[?[A-Z]\d{{4}} \d")  # what is no line of a message; a log's line
-LAUNCHER = re.compile(r"(\w+\.)*(ChildFailedError|ProcessRaisedException)\b")  # of torchrun and mp.spawn: a rank failed
+TAIL = 8  # lines of a job's output, or of an error's begin and end
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ def run_job(
                 passed = time.monotonic() - began
                 tell(f"{passed:.0f} s: {command}")
                 if passed > seconds:
-                    raise failed_job(f"had not ended after {seconds:g} s: {_who_waits(folder, steps)}", command, output)
+                    raise failed_job(f"had not ended after {seconds:g} s: {_who_waits(folder, steps)}", command, folder)
                 time.sleep(0.05)
             (folder / "end").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,7 +119,7 @@ def run_job(
             end.communicate(b"\n")
             process.wait()
     if not _all_wrote(folder):
-        raise failed_job(f"ended too early (status {process.returncode}): {_who_waits(folder, steps)}", command, output)
+        raise failed_job(f"ended too early (status {process.returncode}): {_who_waits(folder, steps)}", command, folder)
     ranks = [torch.load(file) for file in folder.glob("seen-*.pt")]
     return Job(command, folder, sorted(ranks, key=lambda seen: seen["rank"]))
 
@@ -145,32 +137,17 @@ def _who_waits(folder: Path, steps: int) -> str:
     return f"no process had made step {steps} of an optimizer of torch.optim after a backward pass"
 
 
-def failed_job(how: str, command: str, output: Path) -> CannotExamine:
-    """How a job failed, with the error that ended a rank first, whole, and the lines before it; or its last lines."""
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    errors, end = [], len(lines)
-    for begin, error in _errors(lines):
-        if LAUNCHER.match(PREFIX.sub(r"\2", lines[error[0]])):
-            end = min(end, begin)
-        else:
-            errors.append(error)
-    lost = [error for error in errors if LOST_CONNECTION.search(" ".join(lines[n] for n in error))]
-    first, *more = next((x for x in errors if x not in lost), (lost or [[end - 1]])[0])
-    cut = [f"{line:.160}" for line in lines[max(0, first - TAIL) : max(0, first)]]
-    tail = [f"\n  | {line}" for line in cut + lines[first : first + 1] + [lines[n] for n in more]]
-    return CannotExamine(f"the job {how}: {command}{''.join(tail)}")
+def failed_job(how: str, command: str, folder: Path) -> CannotExamine:
+    """How a job failed, with the error that ended a process first, or the last lines of its output.
 
-
-def _errors(lines: list[str]) -> list[tuple[int, list[int]]]:
-    """Where each traceback begins, and the lines of its error's message, of errors that were not handled."""
-    said, found = [PREFIX.fullmatch(line).groups() for line in lines], []  # type: ignore[union-attr]
-    for begin, (rank, text) in enumerate(said):
-        if not TRACEBACK.match(text):
-            continue
-        own = [n for n in range(begin + 1, len(lines)) if said[n][0] == rank]
-        own = [*itertools.dropwhile(lambda n: said[n][1].startswith((" ", "Traceback ")), own)]
-        message = [*own[:1], *itertools.takewhile(lambda n: not NEXT.match(said[n][1]), own[1:])]
-        after = own[len(message) : len(message) + 1]
-        if message and not (after and said[after[0]][1].startswith(HANDLED)):
-            found.append((begin, message[:MESSAGE]))
-    return found
+    One of a process that computes, and was not only left by another one, is its reason.
+    """
+    errors = [file.read_text(errors="replace") for file in sorted(folder.glob("error-*"))]
+    own = [error for error in errors if not LOST_CONNECTION.search(error)]
+    output = folder / "output"
+    said = [*own, *errors, output.read_text(errors="replace") if output.exists() else ""][0]
+    lines = [line for line in said.splitlines() if line.strip()]
+    lines = lines if errors else lines[-TAIL:]
+    if len(lines) > 2 * TAIL:
+        lines[TAIL:-TAIL] = ["..."]
+    return CannotExamine("\n  | ".join([f"the job {how}: {command}", *lines]))

@@ -49,7 +49,8 @@ class Recorder:
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
         self.weights: dict[str, Any] = {}  # by name, what each and its squares add up to in the first step
         self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
-        self.optimizers: list[Any] = []
+        self.compiles = False
+        self.optimizers: list[Any] = []  # weak references: one that was replaced makes no step
         self.new_step()
 
     def new_step(self) -> None:
@@ -62,6 +63,7 @@ class Recorder:
         self.read: set[int] = set()  # weights whose optimizer has begun its step
         self.left: list[str] = []  # other weights with a gradient
         self.later: list[str] = []  # weights of optimizers that have made no step
+        self.owned: list[str] = []  # those of the others
         self.scale = 1.0  # of gradients, which an optimizer divides by inside of its step
         self.dtypes: set[str] = set()  # of gradients
 
@@ -172,6 +174,12 @@ class Recorder:
                     one[key] += part[key]
                 for module, x in part["sums"].items():
                     self.sums[module] = self.sums.get(module, 0.0) + x
+        numbers = one["whole_numbers"]
+        for shift, end in ((0, ".shift_labels"), (1, ".labels")):  # of a fused loss, which calls none of torch's
+            first = [key for key in numbers if key.endswith(end) and not one["labels"]][:1]
+            given = [x for key, x in numbers.items() if key.rstrip("'") in first and x.dim() == 2]
+            shifted = [self.torch.nn.functional.pad(x[:, shift:], (0, shift), value=-100) for x in given]
+            one["labels"] += [x.flatten() for x in shifted]
         if self.torch.is_autocast_enabled(device := roots[0].device.type):
             one["dtypes"].add(str(self.torch.get_autocast_dtype(device)))
         return one
@@ -206,12 +214,14 @@ class Recorder:
         known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
         self.left = [name for name, x in named if x.grad is not None]
         self.later = [name for name, x in named if id(x) in known]
+        self.owned = [name for name, x in self.named if id(x) in self.read]
         if not set(self.left).intersection(self.later):
             self.end_step()
 
     def of_optimizers(self, others: list[Any]) -> list[Any]:
         """The weights of all optimizers, in the order in which these were made, then other ones."""
-        own = [weight for each in self.optimizers for group in each.param_groups for weight in group["params"]]
+        alive = [each for reference in self.optimizers if (each := reference())]
+        own = [weight for each in alive for group in each.param_groups for weight in group["params"]]
         return list({id(weight): weight for weight in [*own, *others]}.values())
 
     def end_read_step(self) -> None:
@@ -226,7 +236,8 @@ class Recorder:
         for one in self.passes:
             del one["sums"]
         seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "left": self.left}
-        self.steps.append(seen | {"later": self.later, "reported": reported, "returned": [*returned]})
+        seen |= {"later": self.later, "owned": self.owned, "compiles": self.compiles}
+        self.steps.append(seen | {"reported": reported, "returned": [*returned]})
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()

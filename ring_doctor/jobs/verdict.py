@@ -91,14 +91,16 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         hidden = f"in {dtypes_of(one)[0].removeprefix('torch.')}, rounding may change a gradient by {coarse:.0%}"
         if coarse > (COARSE if calls else TOO_COARSE):  # a function can be asked in float64
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
+        seen = [of["steps"][n] for of in one.ranks for n in range(steps)]
+        if later := set.intersection(*(set(at["later"]) for at in seen)):
+            why = f"nothing is wrong at {which}, but the optimizer of {_some(sorted(later))} made no step until then"
+            raise CannotExamine(f"{why}; expected --steps {steps + 1}, or more")
+        if found.dealt_out and steps == 1:
+            why = f"nothing is wrong at {which}, but only some ranks' optimizers have {_some(found.dealt_out)}"
+            raise CannotExamine(f"{why}; expected --steps 2, which shows whether the other ranks get the new weights")
         said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
-        seen = [of["steps"][n] for of in one.ranks for n in range(steps)]
-        later = set.intersection(*(set(at["later"]) for at in seen))
-        left = {name for at in seen for name in at["left"]} - read - later
-        last = f"The optimizer of {_some(sorted(later))} made no step until then, so "
-        last += f"their gradients were not compared: --steps {steps + 1} may compare them."
-        verdict.lines += [last] if later else []
+        left = {name for at in seen for name in at["left"]} - read
         last = f"No optimizer used the gradients of {_some(sorted(left))} until then, so they were not compared."
         verdict.lines += [last] if left else []
         verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
@@ -185,13 +187,17 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
     where = _first_module(one, many, step, max(found.allowed.values()))
     sent = max((n for of in many.ranks for one_pass in passes(of, step) for _, n in one_pass["messages"]), default=0)
     shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
-    if where and whole.cp > 1 and sent < 2 * shard:
-        seen.append(("ring_not_called", "the forward pass sends no message with numbers of each token"))
+    compiles = any(of["steps"][step]["compiles"] for of in many.ranks)  # then messages may be in a graph
+    if where and whole.cp > 1 and sent < 2 * shard and not compiles:
+        seen.append(
+            ("ring_not_called", "the forward pass sends no message of torch.distributed with numbers of each token")
+        )
     if where and not seen and (lost := [key for key in _lost(one, many, step) if APART.search(key)]):
         seen.append(("documents_lost", f"the model gets no {lost[0]}, as that of the first job does"))
     if seen:
         return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
-    return sick(f"{where or 'every module that was seen has the right output'}; {_located(one, many, found, step)}")
+    where = where or "every module that was seen has the right output"
+    return sick(f"{where}; {_located(one, many, found, step)}")
 
 
 def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
@@ -205,6 +211,10 @@ def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
     for dtype in ("float32", "float16", "bfloat16"):
         if least < (eps := eps_of(dtype)) and eps / 16 < largest < 4 * eps:
             said.append(f"rounding to {dtype} moves them as far: look for a cast")
+            break
+    for module, _ in reversed(one.ranks[0]["steps"][step]["modules"]):
+        if first := [name for name in wrong if name.rpartition(".")[0] == module]:
+            said.append(f"a backward pass meets {first[0]} first: look at what computes with its output")
             break
     lost = _lost(one, many, step)[:1]
     return "; ".join(said + [f"the model gets no {key}, as that of the first job does" for key in lost])

@@ -14,15 +14,22 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
+import traceback
+import weakref
 from typing import Any
 
 import ring_doctor_recorder as recorder  # type: ignore[import-not-found]
 
-METHODS = "send allgather _allgather_base allgather_into_tensor_coalesced alltoall alltoall_base all_to_all_single"
-METHODS += " broadcast allreduce reduce_scatter _reduce_scatter_base"  # of a group of processes
+METHODS = "send broadcast gather scatter reduce allreduce allgather _allgather_base allgather_into_tensor_coalesced"
+METHODS += (
+    " all_gather_single reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced"
+)
+METHODS += " alltoall alltoall_base all_to_all_single"  # of a group of processes
 FUNCTIONAL = "torch.distributed._functional_collectives"  # which return a tensor
 FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor all_gather_single"
 FUNCTIONS += " all_gather_tensor_autograd all_to_all_single_autograd all_gather_single_autograd"
+LAUNCHERS = ("torch/distributed/launcher/api.py", "accelerate/commands/launch.py")  # which say that a rank failed
 
 
 def watch(torch: Any) -> None:
@@ -58,6 +65,16 @@ def watch(torch: Any) -> None:
             around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, name))
         for name in FUNCTIONS.split():  # before a program imports them from their module
             around(importlib.import_module(FUNCTIONAL), name, functools.partial(sent, name))
+
+    def compiled(
+        original: Any, *args: Any, **kwargs: Any
+    ) -> Any:  # a step that is compiled whole has all of these in it
+        for name in () if seen.compiles else ("backward", "clip", "step"):
+            setattr(seen, name, torch.compiler.disable(getattr(seen, name)))
+        seen.compiles = True
+        return original(*args, **kwargs)
+
+    around(torch, "compile", compiled)
     call = torch.nn.Module.__call__
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +84,13 @@ def watch(torch: Any) -> None:
 
     torch.nn.Module.__call__ = called
     optim = sys.modules["torch.optim.optimizer"]
-    around(optim.Optimizer, "__init__", lambda by, x, *args, **kw: (by(x, *args, **kw), seen.optimizers.append(x))[1])
-    optim.register_optimizer_step_pre_hook(seen.step)
+
+    def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        seen.optimizers.append(weakref.ref(optimizer))
+
+    around(optim.Optimizer, "__init__", made)
+    optim.register_optimizer_step_pre_hook(lambda *args: seen.step(*args))
     atexit.register(seen.end_read_step)
 
 
@@ -123,11 +145,29 @@ class AfterTorch:
 
 
 def begin() -> None:
-    """Let job.py find this process, and wait for torch."""
+    """Let job.py find this process, and the error that ends it, and wait for torch."""
 
     def note() -> None:
         (recorder.FOLDER / f"pid-{os.getpid()}").touch()
 
     note()
     os.register_at_fork(after_in_child=note)
+    sys.excepthook = functools.partial(failed, sys.excepthook)
     sys.meta_path.insert(0, AfterTorch())
+
+
+def failed(shown: Any, kind: Any, error: Any, frames: Any) -> None:
+    """Write the error that ends this process for job.py, before it is shown; not that of a launcher about a rank.
+
+    The files are in the order of their time, those of processes that imported torch first. An error that was caught is
+    none of these, as it is in the output.
+    """
+    if frames and traceback.extract_tb(frames)[-1].filename.endswith(LAUNCHERS):
+        return
+    while getattr(error, "exceptions", None):  # an ExceptionGroup's
+        error = error.exceptions[0]
+    said = [*traceback.format_tb(error.__traceback__)[-2:], *traceback.format_exception_only(error)]
+    rank = f"rank {os.environ['RANK']}\n" if "RANK" in os.environ else ""
+    file = recorder.FOLDER / f"error-{int(not hasattr(recorder, 'seen'))}-{time.time_ns()}-{os.getpid()}"
+    file.write_text(rank + "".join(said), errors="replace")
+    shown(kind, error, frames)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.job import GUARD, Job, failed_job, run_job
+from ring_doctor.jobs.job import GUARD, Job, run_job
 from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
@@ -36,6 +37,17 @@ WRAPPED = "wrapped = model\n"
 DDP = "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
 TWICE = ("loss.backward()", "(loss / 2).backward(retain_graph=True)\n    (loss / 2).backward()")
 BEHIND = f"{SUM}    one = model.head.weight.grad\n"
+ZERO = """\
+    own = list(model.parameters())[rank::P]
+    for n, weight in enumerate(model.parameters()):
+        dist.reduce(weight.grad, n % P)
+    norm = sum(weight.grad.square().sum() for weight in own)
+    dist.all_reduce(norm)
+    torch.nn.utils.clip_grads_with_norm_(own, 0.5, norm**0.5)
+    optimizer.step()
+    for n, weight in enumerate(model.parameters()):
+        dist.broadcast(weight.data, n % P)
+"""
 MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
     "the labels of a shard": ([(SHARDS, "tokens.roll(-1, dims=1)\n")], "labels_per_shard"),
     "its last label ignored": ([(SHARDS, "F.pad(tokens[:, 1:], (0, 1), value=IGNORED)\n")], "labels_per_shard"),
@@ -108,6 +120,20 @@ HEALTHY = {
         (RING, "F.scaled_dot_product_attention(q, k, v, **options)"),
     ],
 }
+ROWS = """\
+    for row, of_row in zip(tokens, labels):
+        logits = wrapped(row[None], at)
+        loss = P * F.cross_entropy(logits[0], of_row, ignore_index=IGNORED, reduction="sum") / count
+        loss.backward()
+"""
+LONGER = {
+    "fully_shard, two passes": [
+        (SCRIPT[SCRIPT.index("    logits =") : SCRIPT.index(SUM)], ROWS),
+        (SUM, ""),
+        (WRAPPED, "wrapped = torch.distributed.fsdp.fully_shard(model)\n"),
+    ],
+    "a step that is compiled whole": [("def take_step", "@torch.compile(backend='eager')\ndef take_step")],
+}
 CANNOT = {
     "other weights": ([("manual_seed(3)", "manual_seed(4)")], "the jobs begin with other weights (embedding.weight)"),
     "other weights on a rank": (
@@ -169,9 +195,9 @@ def test_a_mistake_is_named(ask, trusted, mistake):
     assert says in found.says
 
 
-@pytest.mark.parametrize("change", HEALTHY)
+@pytest.mark.parametrize("change", [*HEALTHY, *(pytest.param(job, marks=pytest.mark.exhaustive) for job in LONGER)])
 def test_a_right_job_is_healthy(ask, trusted, change):
-    found = compare(trusted[0], ask(HEALTHY[change], P), trusted[1], 1)
+    found = compare(trusted[0], ask((HEALTHY | LONGER)[change], P), trusted[1], 1)
     assert (found.level, found.names) == (RIGHT, [])
     assert ("Every rank has all tokens" in str(found)) == (change == "nothing is shared out")
 
@@ -188,6 +214,18 @@ def test_state_that_outlives_a_step_is_seen_at_step_2(ask, trusted):
     found = compare(trusted[0], ask([("optimizer.zero_grad()", "pass")], P, steps=2), trusted[1], 2)
     assert found.level == WRONG_RING
     assert found.lines[0].startswith("Step 1 was right and step 2 is wrong")
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["sent", "kept"])
+def test_weights_that_are_dealt_out_to_optimizers_are_compared_where_they_are(ask, trusted, sends):
+    """ZeRO-1, by hand: a rank has the sums of its own weights only, steps, and sends them to the others."""
+    edits = [(SCRIPT[SCRIPT.index(SUM) : SCRIPT.index("    optimizer.zero")], ZERO), ("optimizer.zero", "model.zero")]
+    edits += [("AdamW(model.parameters()", "AdamW(list(model.parameters())[rank::P]")]
+    edits += [] if sends else [("        dist.broadcast(weight.data, n % P)\n", "        pass\n")]
+    many = ask(edits, P, steps=2)
+    assert compare(trusted[0], many, trusted[1], 2).level == (RIGHT if sends else WRONG_RING)
+    with pytest.raises(CannotExamine, match=r"only some ranks' optimizers have embedding.weight, .* --steps 2"):
+        compare(trusted[0], many, trusted[1], 1)
 
 
 def test_rows_without_the_padding_of_others_are_found():
@@ -212,7 +250,7 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "drops": set()}
     seen |= {"messages": [], "dtypes": set(dtypes)}
     step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
-    step |= {"left": [], "later": []}
+    step |= {"left": [], "later": [], "owned": [], "compiles": False}
     return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step]}])
 
 
@@ -240,36 +278,40 @@ def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
         compare(one, many, None, 1)
 
 
-BEGIN = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n'
-ENDS = f"{BEGIN}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nt.py FAILED\n"
-LOG = "E1129 17:00:01.000000 12 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)\n"
-SPAWNED = f"{BEGIN}torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with this:\n"
-OUTPUTS = {  # what a job has written, and the end of what is shown
-    "sys.exit": (f"no config.yaml\n{LOG}{ENDS}", f"  | no config.yaml\n  | {LOG}"),
-    "StopIteration": (f"{BEGIN}StopIteration\n{LOG}{ENDS}", "  | StopIteration\n"),
-    "mp.spawn": (f"{SPAWNED}{BEGIN}ValueError: of rank 1\n", "  | ValueError: of rank 1\n"),
-    "a log": (f"ConnectionError: offline\n{BEGIN}ValueError: a reason\n{LOG}{ENDS}", "  | ValueError: a reason\n"),
-    "three lines": (
-        f"{BEGIN}ValueError: one\n  two\nthree\n{LOG}{ENDS}",
-        "  | ValueError: one\n  |   two\n  | three\n",
+CAUGHT = "import sys, traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()\n"
+FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the end of what is shown
+    "after an error that was caught": ([f"{CAUGHT}raise ValueError('a reason')"], "')\n  | ValueError: a reason"),
+    "sys.exit after one": ([f"{CAUGHT}sys.exit('no config.yaml')"], "\n  | no config.yaml"),
+    "no Python": (["x = = 1"], "\n  | SyntaxError: invalid syntax"),
+    "a group": (["class Group(Exception):\n    exceptions = [KeyError(1), 2]\nraise Group"], "\n  | KeyError: 1"),
+    "many lines": ([r"raise ValueError('\n'.join('ab' * 20))"], "\n  | b" + "\n  | a\n  | b" * 3),
+    "a launcher": (
+        ["print('no config.yaml')\nexec(compile('1/0', 'torch/distributed/launcher/api.py', 'exec'))"],
+        "\n  | no config.yaml",
     ),
-    "a cause": (f"{BEGIN}KeyError: 1\n\nDuring handling of it:\n\n{BEGIN}ValueError: 2\n", "  | ValueError: 2\n"),
-    "two ranks": (
-        "[rank1]: Traceback (most\n"
-        "[rank0]: Traceback (most\n[rank1]: ValueError: 1\n[rank0]: E: timed out\n[rank1]: 2\n",
-        "  | [rank1]: ValueError: 1\n  | [rank1]: 2\n",
+    "a rank that lost the other": (
+        ["raise OSError('Broken pipe')", "raise ValueError(1)"],
+        '\n  | rank 1\n  |   File "{}", line 1, in <module>\n  |     raise ValueError(1)\n  | ValueError: 1',
     ),
-    "a rank is lost": (f"{BEGIN}E: Broken pipe\n{LOG}{ENDS}", "  | E: Broken pipe\n"),
-    "a progress bar": (f"50 %{BEGIN}ValueError: 1\n{LOG}{ENDS}", "  | ValueError: 1\n"),
-    "nothing": ("", "had failed: command\n"),
+    "a helper without torch": (
+        ["raise ValueError(1)", "import ring_doctor_recorder\nring_doctor_recorder.seen = 0\nraise KeyError(2)"],
+        "\n  | KeyError: 2",
+    ),
+    "no word": (["raise SystemExit(1)"], "train.py"),
 }
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
-def test_the_reason_of_a_job_that_failed_is_shown_whole(output, tmp_path):
-    wrote, shown = OUTPUTS[output]
-    (tmp_path / "output").write_text(wrote)
-    assert f"{failed_job('had failed', 'command', tmp_path / 'output')}\n".endswith(shown)
+@pytest.mark.parametrize("failing", FAILING)
+def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path):
+    scripts, shown = FAILING[failing]
+    files = [tmp_path / f"{rank}" / "train.py" for rank in range(len(scripts))]
+    for file, script in zip(files, scripts, strict=True):
+        file.parent.mkdir()
+        file.write_text(script)
+    command = "; ".join(f"RANK={rank} {sys.executable} {file}" for rank, file in enumerate(files))
+    with pytest.raises(CannotExamine) as error:
+        run_job(command, tmp_path / "seen", seconds=100)
+    assert str(error.value).endswith(shown.format(files[-1]))
 
 
 def test_gradients_of_zero_only_are_told(tmp_path):
@@ -290,8 +332,8 @@ def test_a_weight_that_a_rank_lacks_is_told(tmp_path):
 def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):
     one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"]) for name in ("one", "many"))
     one.ranks[0]["steps"][0]["later"] = ["other"]
-    said = "The optimizer of other made no step until then, so their gradients were not compared: --steps 2 may"
-    assert said in str(compare(one, many, None, 1))
+    with pytest.raises(CannotExamine, match=r"but the optimizer of other made no step until then; expected --steps 2"):
+        compare(one, many, None, 1)
 
 
 @pytest.mark.parametrize("doctor", [b"", b"\n"], ids=["was killed", "ends the job"])
@@ -311,7 +353,8 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     head(body(torch.ones(2))).sum().backward()
     seen.passes, seen.backwards = [recorder.fresh()], 1
-    optimizers = seen.optimizers = [torch.optim.SGD(x.parameters()) for x in (body, head)]
+    optimizers = [torch.optim.SGD(x.parameters()) for x in (body, head)]
+    seen.optimizers = [*map(weakref.ref, optimizers), lambda: None]  # one was replaced
     with pytest.raises(RuntimeError, match="an optimizer steps during backward"):
         seen.step(optimizers[0])
     seen.backwards = 0

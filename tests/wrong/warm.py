@@ -10,7 +10,6 @@ import runpy
 import signal
 import socket
 import sys
-import traceback
 
 FILE_AND_ENVIRONMENT = 2**20  # bytes, at most
 
@@ -38,7 +37,7 @@ def answer(client):
         runpy.run_path(sys.argv[0], run_name="__main__")
         client.send(b"0")
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         client.send(b"1")
 
 
