@@ -61,9 +61,7 @@ class Recorder:
         self.norm: float | None = None  # that the first clipping took
         self.clipped: set[str] = set()  # weights whose gradients were seen before clipping
         self.read: set[int] = set()  # weights whose optimizer has begun its step
-        self.left: list[str] = []  # other weights with a gradient
-        self.later: list[str] = []  # weights of optimizers that have made no step
-        self.owned: list[str] = []  # those of the others
+        self.whose: dict[str, list[str]] = {"owned": [], "left": [], "later": []}  # names of weights: step
         self.scale = 1.0  # of gradients, which an optimizer divides by inside of its step
         self.dtypes: set[str] = set()  # of gradients
 
@@ -174,12 +172,6 @@ class Recorder:
                     one[key] += part[key]
                 for module, x in part["sums"].items():
                     self.sums[module] = self.sums.get(module, 0.0) + x
-        numbers = one["whole_numbers"]
-        for shift, end in ((0, ".shift_labels"), (1, ".labels")):  # of a fused loss, which calls none of torch's
-            first = [key for key in numbers if key.endswith(end) and not one["labels"]][:1]
-            given = [x for key, x in numbers.items() if key.rstrip("'") in first and x.dim() == 2]
-            shifted = [self.torch.nn.functional.pad(x[:, shift:], (0, shift), value=-100) for x in given]
-            one["labels"] += [x.flatten() for x in shifted]
         if self.torch.is_autocast_enabled(device := roots[0].device.type):
             one["dtypes"].add(str(self.torch.get_autocast_dtype(device)))
         return one
@@ -207,15 +199,15 @@ class Recorder:
         if self.backwards:
             raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        scale = getattr(optimizer, "grad_scale", None)  # that of a GradScaler, if the optimizer is fused
-        self.scale = 1.0 if scale is None else float(scale)
+        self.scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a GradScaler's, if the optimizer is fused
         self.write_gradients([weight for weight in weights if id(weight) not in self.read])
         self.read |= set(map(id, weights))
         known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
-        self.left = [name for name, x in named if x.grad is not None]
-        self.later = [name for name, x in named if id(x) in known]
-        self.owned = [name for name, x in self.named if id(x) in self.read]
-        if not set(self.left).intersection(self.later):
+        left = [name for name, x in named if x.grad is not None]  # others that have a gradient
+        later = [name for name, x in named if id(x) in known]  # those of optimizers that have made no step
+        owned = [name for name, x in self.named if id(x) in self.read]
+        self.whose = {"owned": owned, "left": left, "later": later}
+        if not set(left).intersection(later):
             self.end_step()
 
     def of_optimizers(self, others: list[Any]) -> list[Any]:
@@ -229,15 +221,14 @@ class Recorder:
         if self.read:
             self.end_step()
 
-    def end_step(self, reported: float | None = None, returned: Any = ()) -> None:
-        """What was seen of a step; of a function, the reported loss, and the names of the gradients it returned."""
+    def end_step(self, reported: float | None = None) -> None:
+        """What was seen of a step. A function reports a loss."""
         names = self.of_modules
         sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
         for one in self.passes:
             del one["sums"]
-        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "left": self.left}
-        seen |= {"later": self.later, "owned": self.owned, "compiles": self.compiles}
-        self.steps.append(seen | {"reported": reported, "returned": [*returned]})
+        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "reported": reported}
+        self.steps.append(seen | self.whose | {"compiles": self.compiles})
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
@@ -298,13 +289,11 @@ class Recorder:
 
     def end(self) -> None:
         """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
-        rank, world = self.rank, self.world
-        seen = {"rank": rank, "steps": self.steps, "weights": self.weights}
-        self.torch.save(seen, FOLDER / f"seen-{rank}.tmp")
-        os.replace(FOLDER / f"seen-{rank}.tmp", FOLDER / f"seen-{rank}-of-{world}.pt")
+        seen = {"rank": self.rank, "steps": self.steps, "weights": self.weights}
+        self.torch.save(seen, file := FOLDER / f"seen-{self.rank}.tmp")
+        os.replace(file, FOLDER / f"seen-{self.rank}-of-{self.world}.pt")
         while not (FOLDER / "end").exists():  # should the doctor be killed, this process is too: job.py
             time.sleep(0.02)
-        sys.stdout.flush()
         os._exit(0)  # no handler of the user's runs: it might write a file
 
 

@@ -55,6 +55,16 @@ def _as_rows(x: Tensor | None, tokens: Tensor, fill: int | None = None) -> list[
     return list(x.reshape(n, C)) if x is not None and x.numel() == n * C else [None] * n
 
 
+def labels_of(one: dict[str, Any]) -> list[Tensor]:
+    """The labels of a pass: those of torch's losses, or, where a fused loss calls none, those that the model got."""
+    numbers = one["whole_numbers"]
+    for shift, end in ((0, ".shift_labels"), (1, ".labels")):
+        first = [key for key in numbers if key.endswith(end) and not one["labels"]][:1]
+        if given := [x for key, x in numbers.items() if key.rstrip("'") in first and x.dim() == 2]:
+            return [torch.nn.functional.pad(x[:, shift:], (0, shift), value=IGNORED).flatten() for x in given]
+    return list(one["labels"])
+
+
 def _counts(x: Tensor) -> bool:
     """Whether each row counts 0, 1, 2, ..., and may begin again at 0: positions, of documents too."""
     steps = x.diff(dim=-1)
@@ -72,7 +82,7 @@ def _keys(found: dict[str, Any]) -> tuple[str, str]:
 def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str]) -> list[Row]:
     rows: list[Row] = []
     for one in seen["steps"][step]["passes"]:
-        numbers, labels = one["whole_numbers"], torch.cat([torch.empty(0), *one["labels"]]).long()
+        numbers, labels = one["whole_numbers"], torch.cat([torch.empty(0), *labels_of(one)]).long()
         again = [prime for n in range(len(numbers)) if keys[0] + (prime := "'" * n) in numbers]  # forward passes
         for prime, of_pass in zip(again, labels.chunk(len(again) or 1), strict=False):
             tokens = numbers[keys[0] + prime].long()

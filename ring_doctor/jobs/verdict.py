@@ -24,7 +24,7 @@ from ring_doctor.asking.answers import CANNOT_TELL, RIGHT, SAID, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.gradients import TERMS, UNITS, Gradients, distance, dtypes_of, eps_of, factors_of, gradients_of
 from ring_doctor.jobs.job import Job, run_job
-from ring_doctor.jobs.seen import Whole, divisors, other_data, told, whole_numbers
+from ring_doctor.jobs.seen import Whole, divisors, labels_of, other_data, told, whole_numbers
 from ring_doctor.mistakes import words
 from ring_doctor.report import explained
 from ringlab.models.transformer import IGNORED
@@ -196,8 +196,10 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
         seen.append(("documents_lost", f"the model gets no {lost[0]}, as that of the first job does"))
     if seen:
         return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
-    where = where or "every module that was seen has the right output"
-    return sick(f"{where}; {_located(one, many, found, step)}")
+    said = _located(one, many, found, step)
+    if where:
+        return sick(f"{where}; {said}")
+    return sick(f"every module that was seen has the right output; {said}{_first_gradient(one, found, step)}")
 
 
 def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
@@ -211,10 +213,6 @@ def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
     for dtype in ("float32", "float16", "bfloat16"):
         if least < (eps := eps_of(dtype)) and eps / 16 < largest < 4 * eps:
             said.append(f"rounding to {dtype} moves them as far: look for a cast")
-            break
-    for module, _ in reversed(one.ranks[0]["steps"][step]["modules"]):
-        if first := [name for name in wrong if name.rpartition(".")[0] == module]:
-            said.append(f"a backward pass meets {first[0]} first: look at what computes with its output")
             break
     lost = _lost(one, many, step)[:1]
     return "; ".join(said + [f"the model gets no {key}, as that of the first job does" for key in lost])
@@ -230,7 +228,7 @@ def _lost(one: Job, many: Job, step: int) -> list[str]:
 def _mean_of_means(one: Job, many: Job, step: int) -> list[tuple[str, str]]:
     """Whether each rank, or each pass, divides its loss by the number of its own labels: told from both."""
     parts = [
-        [(sum(int((x != IGNORED).sum()) for x in p["labels"]), p["loss"]) for p in passes(of, step)]
+        [(sum(int((x != IGNORED).sum()) for x in labels_of(p)), p["loss"]) for p in passes(of, step)]
         for of in many.ranks
     ]
     by_rank = [tuple(map(sum, zip(*of, strict=True))) for of in parts if of]
@@ -254,6 +252,14 @@ def _first_module(one: Job, many: Job, step: int, allowed: float) -> str:
     for name, x in one.ranks[0]["steps"][step]["modules"]:
         if name in sums and x and all(abs(sums[name] / (d * x) - 1) > allowed for d in divisors(many.world_size)):
             return f"the first module with another output is {name}: look there, and at what computes its input"
+    return ""
+
+
+def _first_gradient(one: Job, found: Gradients, step: int) -> str:
+    """The first wrong gradient that a backward pass meets."""
+    for module, _ in reversed(one.ranks[0]["steps"][step]["modules"]):
+        if first := [name for name in found.wrong if name.rpartition(".")[0] == module]:
+            return f"; a backward pass meets {first[0]} first: look at the backward of what its output goes into"
     return ""
 
 

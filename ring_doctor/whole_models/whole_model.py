@@ -113,7 +113,7 @@ def examine_model(
                 when = (CALLS * 2)[max(done, default=-1) + 1]
                 return Verdict(WRONG_RING, f"{name} fails with {P} processes{f', {when}' * bool(when)}: {failed}")
             for rank, of in enumerate(many.ranks):
-                if lost := set(one.ranks[0]["steps"][0]["returned"]).difference(of["steps"][0]["returned"]):
+                if lost := set(one.ranks[0]["steps"][0]["owned"]).difference(of["steps"][0]["owned"]):
                     return Verdict(WRONG_RING, f"{name} with {P} processes: rank {rank} has no gradient of {min(lost)}")
             found = compare(one, many, moved, len(calls), calls, layout)
             if found.level == WRONG_RING:
@@ -197,5 +197,6 @@ def end_step(recorder: Any, result: Any) -> None:
         dist.all_reduce(loss := loss.sum())
     weights = [SimpleNamespace(grad=gradient) for gradient in result[1].values()]
     recorder.write_gradients(weights, dict(zip(map(id, weights), result[1], strict=True)))
-    recorder.end_step(loss.item(), result[1])
+    recorder.whose["owned"] = [*result[1]]
+    recorder.end_step(loss.item())
     recorder.optimizers.clear()  # of this call

@@ -7,7 +7,6 @@ from random import random
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models.transformer import IGNORED, Config, Transformer
 from ringlab.ring.flash_ring import scaled_dot_product_attention
@@ -34,8 +33,7 @@ def step(text, mistakes=(), layers=0, dtype=torch.float64, per_token=False, *, t
         raise LookupError("no labels")
     if "a rank that waits" in mistakes and rank == 1:
         dist.recv(torch.empty(1), 0)
-    wrapped = DistributedDataParallel(model) if "DDP" in mistakes else model
-    logits = wrapped(tokens, at).flatten(0, 1)
+    logits = model(tokens, at).flatten(0, 1)
     losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
     count = (labels != IGNORED).sum()
     if "mean_of_means" in mistakes:
@@ -48,10 +46,8 @@ def step(text, mistakes=(), layers=0, dtype=torch.float64, per_token=False, *, t
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # for a log: it clips nothing
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    for gradient in gradients.values() if "DDP" not in mistakes else ():
+    for gradient in gradients.values():
         dist.all_reduce(gradient)
-    if "a row" in mistakes and P > 1:
-        gradients["embedding.weight"][0] *= -1
     if "race" in mistakes and P > 1:
         gradients["embedding.weight"][0] *= 1 + random()
     if per_token:
@@ -66,12 +62,10 @@ right = partial(step, layers=1, per_token=True)
 labels_per_shard = partial(step, mistakes=("labels_per_shard",), per_token=True)
 loss_not_reduced = partial(step, mistakes=("loss_not_reduced",))
 means_and_sums = partial(step, mistakes=("mean_of_means", "loss_times_p"))
-averaged = partial(step, mistakes=("DDP",))
 divided_by_all_tokens = partial(step, mistakes=("divided by all tokens",))
 no_backward_without_labels = partial(step, mistakes=("no backward pass without labels",))
 race = partial(step, mistakes=("race",))
 a_rank_that_waits = partial(step, mistakes=("a rank that waits",))
-unknown_mistake = partial(step, mistakes=("a row",))
 coarse = partial(step, layers=1, dtype=torch.bfloat16)
 
 
