@@ -70,16 +70,7 @@ def against_others() -> str:
     return record.grid("< | float32 | bfloat16", rows)
 
 
-def short_sequences() -> str:
-    wanted = {"case": speed.TRAIN, "method": speed.ZIGZAG, "seq_len": 2048}
-    results, rows = record.load("against_peers"), []
-    for P, words in ((2, "two ranks"), (4, "four ranks")):
-        each = [speed.speeds(results, dtype=it, world_size=P, **wanted)[0] for it in speed.DTYPES]
-        rows.append([words, *(f"{share:.2f}" for share in each)])
-    return record.grid("< | float32 | bfloat16", rows)
-
-
-BLOCKS = (how_fast, trainable_ring, against_others, short_sequences)
+BLOCKS = (how_fast, trainable_ring, against_others)
 
 
 def renewed(text: str) -> str:

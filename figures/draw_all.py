@@ -20,7 +20,7 @@ def pictures(names: str) -> dict[str, Callable[[], drawing.Picture]]:
     return {name: charts[name] if name in charts else import_module(f"figures.{name}").draw for name in names.split()}
 
 
-PAGES = pictures("kv_rotation message_order flat_ring scoreboard speed")  # their SVG
+PAGES = pictures("kv_rotation message_order flat_ring scoreboard")  # their SVG
 CHAPTERS = pictures(  # chapters draw them
     "running_softmax memory  ring_timeline gradients_home overlap_timeline causal_layouts "
     "backward_timeline overlap_threshold slow_hop max_context token_loss mesh "

@@ -1,13 +1,11 @@
 """Pictures of what was measured, each drawn from one result in bench/results.
 
 $ python -m bench memory        # measures again; memory is also the name of the picture
-$ python -m figures.draw_all    # draws again
+$ make notebooks                # draws again, in its chapter
 """
 
 from bench import record
 from bench.memory import lengths as longest
-from bench.speed import TORCH, ZIGZAG, speeds
-from bench.speed import TRAIN as TRAINING
 from figures import shapes
 from ring_planner.hidden_communication import hidden_share
 from ringlab.support import drawing
@@ -132,43 +130,4 @@ def max_context() -> drawing.Picture:
     ax.set(xlim=(0, right), ylim=(0, 1.1 * max(ring)))
     ax.set_xticks(worlds)
     ax.yaxis.set_major_formatter("{x:,.0f}")
-    return figure
-
-
-def speed() -> drawing.Picture:
-    """Two panels, for 2 and for 4 ranks on 2 cores: the speed of a causal forward and backward pass against the
-    sequence length from 1,024 to 16,384, as a share of what fused attention reaches in one process with both cores.
-    Both lines are near 1 from 8,192 tokens on. On shorter sequences the ring falls to 0.86 with 2 ranks and to 0.59
-    with 4, PyTorch's own loop to 0.79 and 0.56.
-    """
-    looks = {  # colours not those of blocks: these are methods
-        ZIGZAG: ("this ring", drawing.INK, "o", "-"),
-        TORCH: ("PyTorch's own loop", "#A65E00", "D", (0, (4, 2.5))),
-    }
-    results = record.load("against_peers")
-    lengths = sorted({row["seq_len"] for row in results["rows"]})
-    machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {results['heads']}, D = {results['head_dim']}"
-    training = {"dtype": "float32", "case": TRAINING}
-    long = [S for S in lengths if S >= 8192]
-    least = min(share for S in long for share in speeds(results, method=ZIGZAG, seq_len=S, **training))
-    title = f"From 8,192 tokens on, this ring trains at {least:.0%} of the speed of one process, or more"
-    line = f"causal, forward and backward   one process: fused attention, measured in turn   {machine}"
-    figure, page = shapes.headed(470, speed, title, {66: line})
-    for column, P in enumerate(results["worlds"]):
-        place = 0.08 + 0.475 * column, 0.13, 0.43, 0.56
-        y = "speed, one process = 1" if column == 0 else ""
-        ax = shapes.numbers(figure, place, x="S, tokens", y=y, title=f"{P} ranks")
-        ax.axhline(1, color=drawing.MUTED, lw=1.2)
-        for name, (_, colour, marker, style) in looks.items():
-            seen = speeds(results, method=name, world_size=P, **training)
-            ax.plot(lengths, seen, marker=marker, color=colour, lw=1.8, ls=style, ms=8, mec=drawing.PAGE, mew=1.2)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, [f"{S:,}" for S in lengths])
-        ax.minorticks_off()
-        ax.set(ylim=(0, 1.25))
-        ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "½", "", "1"] if column == 0 else [""] * 5)
-    for x, (label, colour, marker, style) in zip((20, 180), looks.values(), strict=True):
-        page.plot([x, x + 40], [98, 98], color=colour, lw=1.8, ls=style)
-        page.plot([x + 20], [98], marker, color=colour, ms=8, mec=drawing.PAGE, mew=1.2)
-        drawing.write(page, x + 52, 98, label, color=colour)
     return figure

@@ -15,10 +15,9 @@
 # - put a kernel into the file that you copied, and say what to ask it first,
 # - cut any mask into the rectangles and triangles that a kernel computes.
 #
-# Track *train*. Before it: chapters 1 to 8. 15 minutes to read, 10 for the exercises. Next: [8b · on a GPU](08b_on_a_gpu.ipynb).
+# Track *train*. Before it: chapters 1 to 8. 14 minutes to read, 10 for the exercises. Next: [8b · on a GPU](08b_on_a_gpu.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-# %matplotlib inline
 import inspect
 import math
 import time
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 
 from bench import record, speed
-from figures import measured
 from notebooks.source import workers
 from notebooks.source.checks.kernels_and_wires import check_merging_share, check_natural_lse
 from ringlab.basics.blockwise_attention import blockwise_attention
@@ -207,20 +205,16 @@ assert ours == toy_cut(first, end)
 # ## How fast?
 #
 # The limit is one process that runs the fused kernel on all cores. Each point is measured in turn with it, on [one
-# machine](../bench/results/README.md#against_peers). The black line is this ring.
-
-# %%
-measured.speed()
+# machine](../bench/results/README.md#against_peers). These are causal forward and backward passes in float32:
 
 # %%
 results = record.load("against_peers")
-slowest = min(
-    min(speed.speeds(results, dtype="float32", world_size=2, seq_len=seq_len, case=case, method=methods[0]))
-    for case, methods in speed.CASES.items()
-    for seq_len in (8192, 16_384)
-)
-print(f"black, two ranks on two cores, 8192 tokens or more: {slowest:.2f} of the limit, or faster")
-assert slowest > 0.9
+print("tokens   this ring, two ranks   PyTorch's own loop")
+for seq_len in (1024, 2048, 4096, 8192, 16_384):
+    training = {"case": speed.TRAIN, "dtype": "float32", "world_size": 2, "seq_len": seq_len}
+    ours, theirs = (speed.speeds(results, method=name, **training)[0] for name in (speed.ZIGZAG, speed.TORCH))
+    print(f"{seq_len:>6,}{ours:>23.2f}{theirs:>21.2f}")
+assert ours > 0.9
 
 # %% [markdown]
 # Short sequences reach less: every call and every message has a fixed cost.

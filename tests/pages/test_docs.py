@@ -54,7 +54,9 @@ def test_the_forward_snippet_is_full_attention(ranks):
     P = 3
     q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks(P, snippet_on_rank), strict=True))
     assert q.shape == (1, 8, 512 * P, 64)  # as its comment says
-    assert_right(out, exact_attention(q, k, v, causal=True, fused_blocks=P)["out"])
+    two = slice(0, None, 4)  # of the 8 heads: the float64 of all takes seconds
+    q, k, v = (x[:, two] for x in (q, k, v))
+    assert_right(out[:, two], exact_attention(q, k, v, causal=True, fused_blocks=P)["out"])
 
 
 # Names and commands --------------------------------------------------------------------------------------------------

@@ -166,7 +166,9 @@ def test_a_dead_link_is_found():
     assert dead_links(page, "[hop](docs/glossary.md#hop)") == [
         "docs/glossary.md#hop"
     ]  # there is none beside the notebook
-    assert dead_links(page, '<img src="../figures/none.svg">, ![](../figures/speed.svg)') == ["../figures/none.svg"]
+    assert dead_links(page, '<img src="../figures/none.svg">, ![](../figures/scoreboard.svg)') == [
+        "../figures/none.svg"
+    ]
 
 
 # The errata of the paper ----------------------------------------------------------
