@@ -93,7 +93,8 @@ def shard_batch(
         S = batch["input_ids"].shape[1]  # a model in a ring expects equal shards
         given = f"{S} tokens in the {layout} layout on {world_size} ranks"
         expect(S % multiple == 0, given, f"a multiple of {multiple}: pad_to=1 adds padding")
-        return documents, {"the batch": number, "documents": documents, "causal": bool(causal)}
+        same = {"the batch": number, "documents": documents, "causal": bool(causal), "layout": str(layout)}
+        return documents, same
 
     documents = agree_same(check, group, expected="one batch for all of a ring: use no sampler by rank")[0]
     tokens = batch["input_ids"]

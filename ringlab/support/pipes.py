@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-FACTS, REPLY = range(2)  # the kinds of messages
+FACTS, REPLY = range(2)  # kinds of messages: what a rank says, and what the first of its host heard from other hosts
 HEAD = struct.Struct("<BH?H")  # of a part of a message: its kind, its sender, whether it is the last, how many bytes
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a part: written at once, or not at all
 AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core

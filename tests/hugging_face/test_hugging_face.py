@@ -500,6 +500,7 @@ def a_document_with_padding(rank):
 WEIGHTS = "the ranks disagree about weights; expected the same on each of them: one seed"
 NOT_TOLD = "a row has 5 documents, of which the layers of StableLmForCausalLM are not told"
 BEFORE_ONLY = "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)"
+OTHERS = ("zigzag", "zigzag", "contiguous")  # layouts of the three ranks
 STEPS = {  # what is done with a model after use_ring, or with its loss
     "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
     "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
@@ -522,6 +523,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "no batch": (lambda rank: shard_batch({"input_ids": torch.tensor(5)}, pad_to=1), "input_ids are (); expected"),
     "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
     "causal on some ranks": (lambda rank: shard_batch({"input_ids": ROW}, causal=rank > 1), "disagree about causal"),
+    "other layouts": (lambda rank: shard_batch({"input_ids": ROW}, None, OTHERS[rank]), "disagree about layout"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
     "a loss of its own code": (lambda rank: bert(False), "BertForMaskedLM called its loss_function 0 time(s)"),

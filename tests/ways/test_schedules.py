@@ -330,7 +330,7 @@ BY_THE_RING = [  # what is given to all of 3 ranks, and what to rank 1 instead; 
     ({"layout": OWN}, qkv(*[X[:, :, :1]] * 3), ["the ranks have [4, 1", "layout; expected [", "with shard"]),
     ({"causal": True}, qkv(X[:, :, :2]), ["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]),
     ({"schedule": Alone}, {}, "Alone'>; expected the class of a way"),
-    ({"schedule": "memory"}, {}, "schedule is 'memory'; expected the class of a way, such as Ring or"),
+    ({"schedule": "ring"}, {}, "schedule is 'ring'; expected the class of a way, such as Ring or"),
     ({"layout": MINE}, {"layout": Layout("mine", reversed_chunks)}, "positions of the"),
     ({"layout": "striped"}, {"layout": Layout("striped", from_the_end)}, ["layout=striped", "its own"]),
     ({"schedule": Ring}, {"schedule": AllGather}, ["schedule=Ring", "schedule=AllGather"]),
