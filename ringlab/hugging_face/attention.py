@@ -45,7 +45,6 @@ class Proved:
     layers: int = 0  # calls of its attention in a forward pass
     first: int = 0  # its number of position 0
     packs: bool = False  # whether all layers are told the documents
-    modules: int = 0  # a number that tells its modules apart
 
 
 @dataclass(eq=False)
@@ -54,6 +53,7 @@ class Pass:
 
     documents: tuple[int, ...] | None = None
     longest: int | None = None  # position in the whole sequence; None before the first pass
+    changed: bool = False  # whether a rank has a model whose code is not the one that was proved
     stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
     proof: bool = False
     at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row

@@ -2,7 +2,7 @@
 
     before   what the caller passes       this shard's positions and documents, labels on all ranks or on none
              in passes 1, 2, 4 and 8      with gradients, and after a change of mode: the weights, the same on all ranks
-             a module that is new         the model is proved once more
+             a module or forward is new   the model is proved once more
     after    the calls of the ring        as many as proved
              the loss                     the one that the ring computed, not changed by a line that knows no ranks
     backward the loss                     nothing was added to it in place
@@ -18,7 +18,8 @@ Source: transformers 5.23, PreTrainedModel.loss_function; PyTorch, Tensor.regist
 
 import inspect
 import weakref
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,8 +43,16 @@ with extra("hf", __name__):
 from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention, Pass, Proved
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
 from ringlab.hugging_face.latents import check_latents
-from ringlab.hugging_face.proof import modules_of, prove
-from ringlab.hugging_face.seam import indexers, is_spread, linear_layers, mixing_layers, send_latents, spread
+from ringlab.hugging_face.proof import prove
+from ringlab.hugging_face.seam import (
+    code_of,
+    indexers,
+    linear_layers,
+    mixing_layers,
+    own_forwards,
+    send_latents,
+    spread,
+)
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
@@ -92,16 +101,21 @@ class ModelInRing(LayerAttention):
     own: str = ""  # the attention that the model had
     passes: int = 0  # with gradients
     mode: bool | None = None  # of the last pass: whether in training
+    code: list[tuple[Any, ...]] = field(default_factory=list)  # of the model that was proved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelInRing":
         return self  # a copy of a model is in the same ring: a process group cannot be copied
 
+    def __getstate__(self) -> Any:
+        instead = "stop_ring(model) first, or model.save_pretrained: a process group lives in this job only"
+        raise ValueError(f"a model in a ring was pickled, as torch.save(model) does; expected {instead}")
+
     @torch.compiler.disable
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
+        own_forwards(model)
         linear = mixing_layers(model)
         model.set_attn_implementation(self.own)
-        spread(linear, None)
         send_latents(model, False)
         try:
             outcomes = agree(partial(attempt, self.checked, model), self.where.mesh_or_group)  # else why not
@@ -112,7 +126,7 @@ class ModelInRing(LayerAttention):
         different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
             raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
-        self.proved, _ = outcomes[0]
+        self.proved, self.code = outcomes[0][0], code_of(model.base_model)
 
     def checked(self, model: PreTrainedModel) -> tuple[Proved, int]:
         """What was proved, and a checksum of the weights."""
@@ -163,16 +177,16 @@ class ModelInRing(LayerAttention):
             if parameter.kind is parameter.VAR_KEYWORD:
                 passed |= passed.pop(name, {})
         one = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
-        unshifted = agree_same(partial(self.check, part, passed), self.where.mesh_or_group, expected=one)
+        found = agree_same(partial(self.check, part, passed), self.where.mesh_or_group, expected=one)
         given = "the label of each token is the token itself"
-        expect(not all(unshifted), given, "the next one, as shard_batch gives it")
+        expect(not all(unshifted for unshifted, _ in found), given, "the next one, as shard_batch gives it")
         ones, documents = ones_of(**passed), passed.get("documents")
         longest = max(documents or [ones.shape[1] * self.world_size]) - 1 + self.proved.first
-        self.now = Pass(documents, longest)
+        self.now = Pass(documents, longest, any(changed for _, changed in found))
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, part: Any, passed: dict[str, Any]) -> tuple[bool, dict[str, int]]:
-        """Whether labels are not shifted; whether there are labels, and numbers that tell modules and weights apart.
+    def check(self, part: Any, passed: dict[str, Any]) -> tuple[tuple[bool, bool], dict[str, int]]:
+        """Whether labels are not shifted, and the code is not the one that was proved; and what ranks have in common.
 
         Raises ValueError for what the ring would drop or take for something else.
         """
@@ -190,8 +204,9 @@ class ModelInRing(LayerAttention):
         due = part.base_model.training != self.mode or (torch.is_grad_enabled() and self.passes in DUE)
         weights = checksum_of_weights(part) if due else 0
         unshifted = due and passed.get("causal", True) and themselves(**passed)
-        same = {"labels": labels, "modules": modules_of(part), "weights": weights}
-        return unshifted, {**same, "gradients": torch.is_grad_enabled(), "training": part.training}
+        modules = zlib.crc32(" ".join(name for name, _ in part.named_modules()).encode())
+        same = {"labels": labels, "modules": modules, "weights": weights, "gradients": torch.is_grad_enabled()}
+        return (unshifted, code_of(part) != self.code), {**same, "training": part.training}
 
     def check_tokens(
         self, name: str, position_ids: Any = None, attention_mask: Any = None, documents: Any = None, **passed: Any
@@ -231,7 +246,7 @@ class ModelInRing(LayerAttention):
             return None
         self.passes += torch.is_grad_enabled()
         self.mode = part.training
-        if modules_of(part) != self.proved.modules or not is_spread(part):
+        if self.now.changed:
             self.prove(part)
         return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.proved.first}
 

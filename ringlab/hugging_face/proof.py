@@ -23,7 +23,6 @@ Source: the definition of attention; transformers 5.23, AttentionInterface.
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -43,7 +42,7 @@ with extra("hf", __name__):
 
 from ringlab.hugging_face.attention import LayerAttention, Pass, Proved, full_attention, own_token
 from ringlab.hugging_face.indexers import check_indexers
-from ringlab.hugging_face.seam import as_it_was, mixing_layers, spread, watched
+from ringlab.hugging_face.seam import as_it_was, mixing_layers, own_forwards, spread, watched
 from ringlab.hugging_face.states import ALONE, cut
 from ringlab.support.expect import expect
 
@@ -85,17 +84,12 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> Prove
             now.stand_in, now.at, now.longest = full_attention, torch.arange(S), None
             by_ring = of_each_call(model, linear, ids[:1])
         finally:
-            spread(linear, None)
+            own_forwards(model)
             attention.now = before
     same = not any(far(x, y) for x, y in zip(by_ring, right, strict=True))
     other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
     expect(same, other, "the same: what they do not pass on, the ring would leave out")
-    return Proved(len(right) - len(linear), first, packs, modules_of(model.base_model))
-
-
-def modules_of(part: nn.Module) -> int:
-    """A number that tells its modules apart by their names."""
-    return zlib.crc32(" ".join(name for name, _ in part.named_modules()).encode())
+    return Proved(len(right) - len(linear), first, packs)
 
 
 @contextmanager

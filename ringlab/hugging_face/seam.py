@@ -159,13 +159,30 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
     return linear_layers(model) + indexers(model)
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether the names mean other functions in each of these layers: one that was replaced has its own again."""
-    return all(vars(layer).get("forward", 0) == vars(layer).get(OURS) for layer in mixing_layers(model))
+def code_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Of its parts: the name, the forward pass of the class, and the function that runs in its place, if another does.
+
+    A compiled function counts as the one that was compiled. accelerate gives the model itself a forward pass: no part.
+    """
+    found = []
+    for name, part in model.named_modules():
+        runs = vars(part).get("forward") if name else None
+        runs = getattr(runs, "_torchdynamo_orig_callable", runs)
+        runs, usual = getattr(runs, "__func__", runs), type(part).forward  # fully_shard makes a class with a copy of it
+        same = all(getattr(runs, it, 0) is getattr(usual, it, 1) for it in ("__code__", "__globals__"))
+        found.append((name, own_forward(part), None if same else runs))
+    return found
 
 
-def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
-    """Let the names mean these functions in linear layers; with None, those of transformers again.
+def own_forwards(model: nn.Module) -> None:
+    """Take back what `spread` gave, whatever class a layer is of by now. A forward pass set by hand stays."""
+    for part in model.modules():
+        if OURS in vars(part):
+            take(part, *(["forward"] if vars(part).get("forward") == vars(part)[OURS] else []), OURS)
+
+
+def spread(layers: list[nn.Module], mixers: Mixers) -> None:
+    """Let the names mean these functions in linear layers.
 
     A layer gets the forward pass of its class with other globals: its file and other models keep theirs. An indexer
     gets a function of itself and its arguments in place of its forward pass. A layer that was given a forward pass by
@@ -174,16 +191,14 @@ def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
     for layer in layers:
         if vars(layer).get("forward") not in (None, vars(layer).get(OURS)):
             continue
-        take(layer, "forward", OURS)
-        if mixers is not None:
-            own = own_forward(layer)
-            forward = mixers.get(INDEXER) if INDEXER in own.__code__.co_names else None
-            if forward is None:
-                names = {**own.__globals__, **mixers}
-                forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-                forward.__kwdefaults__ = own.__kwdefaults__
-            ours = MethodType(forward, layer)  # a copy of the model gets one of its own
-            give(layer, **{"forward": ours, OURS: ours})
+        own = own_forward(layer)
+        forward = mixers.get(INDEXER) if INDEXER in own.__code__.co_names else None
+        if forward is None:
+            names = {**own.__globals__, **mixers}
+            forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            forward.__kwdefaults__ = own.__kwdefaults__
+        ours = MethodType(forward, layer)  # a copy of the model gets one of its own
+        give(layer, **{"forward": ours, OURS: ours})
 
 
 @contextmanager
@@ -224,7 +239,7 @@ def stop_ring(model: PreTrainedModel) -> None:
     ring, implementation, model.loss_function = model.ring
     del model.ring
     model.set_attn_implementation(implementation)
-    spread(mixing_layers(model), None)
+    own_forwards(model)
     send_latents(model, False)
     for part in outer.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):

@@ -48,7 +48,9 @@ def use_ring(
     Hybrid with a mesh of two dimensions. Other ways take a mesh of one. With LatentRing, of
     ringlab/ring/latent_ring.py, layers of latent attention send latents: latents.py. A ContextParallel stands for the
     three arguments. States of linear layers travel in a ring, whatever the way. A model with a ring gets the new one. A
-    copy of the model is in the same ring. Modules that are added later are proved in the next pass.
+    copy of the model is in the same ring. What is changed later in the base model is proved in the next pass: modules,
+    their classes, and a forward that one is given. Hooks that are added later, and a new head, are not proved: they
+    must be functions of each token alone.
     Raises ValueError, with the reason, for a model that cannot be proved to be right in shards (`prove`), and for one
     that computes more from its tokens in training than in the proof; and where the ranks have different weights. What a
     call passes and a ring cannot do is refused with ValueError when the model is called, on every rank.
