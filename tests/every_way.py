@@ -11,9 +11,7 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -263,19 +261,13 @@ def ring_gradients(context, q, k, v, d_out, options, lengths=None):
 # Sequences of calls ---------------------------------------------------------------------------------------------------
 
 
-class Program(RuleBasedStateMachine):
-    """A machine that only notes its steps: ranks get all of them at once, for a message costs more than a call.
+class Program:
+    """Steps, each drawn by its own seed. Ranks get all of them at once, for a message costs more than a call."""
 
-    A step is made of a seed, below 2^24: so much alike is what Hypothesis draws else that few steps meet another.
-    """
-
-    def __init__(self):
-        super().__init__()
+    def __init__(self, draw, seeds):
         self.steps, self.graphs, self.last = [], [], None
-
-    @rule(seed=st.integers(0, 2**23))
-    def step(self, seed):
-        self.draw(self, Random(seed + (len(self.steps) << 23)))
+        for seed in seeds:
+            draw(self, Random(seed))
 
     def add(self, step, graph=False):
         """Note a step, and if its backward pass may be asked for."""
@@ -288,11 +280,13 @@ class Program(RuleBasedStateMachine):
         self.last = {**(self.last or {}), **{name: random.choice(choices[name]) for name in names}}
         return self.last
 
-    def teardown(self):
+    def wrong(self, run):
+        """What `run`(steps) raises, if anything."""
         try:
-            self.run(self.steps)
+            run(self.steps)
         except Exception as error:
-            raise AssertionError("\n".join(["a program is wrong:", *map(repr, self.steps)])) from error
+            return error
+        return None
 
 
 def few_or_many(few, many):
@@ -301,7 +295,18 @@ def few_or_many(few, many):
 
 
 def assert_programs(draw, programs, run, steps=12):
-    """So many programs, whose steps `draw`(program, random) adds, are right. `run`(steps) compares."""
-    functions = {"draw": staticmethod(draw), "run": staticmethod(run)}
-    steady = settings(max_examples=programs, stateful_step_count=steps, deadline=None, derandomize=True, database=None)
-    run_state_machine_as_test(type("Drawn", (Program,), functions), settings=steady)
+    """So many programs, whose steps `draw`(program, random) adds, are right. `run`(steps) compares.
+
+    Of one that is wrong, each step is left out without which it is still wrong.
+    """
+    for number in range(programs):
+        seeds = [f"{number}.{step}" for step in range(steps)]
+        program = Program(draw, seeds)
+        if error := program.wrong(run):
+            for seed in list(seeds):
+                shorter = Program(draw, [each for each in seeds if each != seed])
+                if another := shorter.wrong(run):
+                    seeds.remove(seed)
+                    program, error = shorter, another
+            words = [f"a program is wrong, number {number}:", *map(repr, program.steps)]
+            raise AssertionError("\n".join(words)) from error

@@ -21,7 +21,7 @@ from ringlab.hugging_face import generate as module  # noqa: E402
 from ringlab.hugging_face.generate import spread_generation  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from tests.hugging_face.every_model import Exactly  # noqa: E402
-from tests.hugging_face.hugging_face_models import EXPERTS, HEAD, NO_DROPOUT, SIZES, model_of  # noqa: E402
+from tests.hugging_face.hugging_face_models import EXPERTS, HEAD, NO_DROPOUT, SIZES, model_of, proved_sometimes  # noqa: E402
 from tests.hugging_face.test_hugging_face_proof import LONGROPE  # noqa: E402
 
 NEW = 9
@@ -79,6 +79,7 @@ def one_process(name, lengths=LENGTHS, width=None, end=None, **asked):
     return generated(evaluated(name, {**MODELS[name], "eos_token_id": end}), 0, prompts_of(lengths, width), **asked)
 
 
+@proved_sometimes()
 def on_ranks(context, name, prompts, asked, layout="zigzag", options=None):
     """The same, on every rank with another seed."""
     model = evaluated(name, options)

@@ -53,6 +53,7 @@ from ringlab.hugging_face.generate import spread_generation  # noqa: E402
 from ringlab.hugging_face.trainer import InRing, RingSFTTrainer, RingTrainer  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from ringlab.support.expect import attempt  # noqa: E402
+from tests.hugging_face.hugging_face_models import proved_sometimes  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -223,6 +224,7 @@ def refusals():
     return found
 
 
+@proved_sometimes()
 def in_a_ring(context, folder):
     """Everything on one ring of three ranks."""
     as_torchrun()
@@ -232,6 +234,7 @@ def in_a_ring(context, folder):
     return found | {"fsdp2": with_fsdp2()}, refusals()
 
 
+@proved_sometimes()
 def on_a_mesh(context, dp):
     """RingTrainer on dp rings, each of the rest of the ranks; or, with as many ranks as dp, a Trainer.
 
@@ -390,6 +393,7 @@ def small():
         yield
 
 
+@proved_sometimes()
 def example(context, name, folder, steps=2):
     """The losses and the weights of a script, which runs as it stands on ranks that have joined already."""
     as_torchrun()
@@ -481,6 +485,7 @@ def generated(model, ring):
     return tokens[0].tolist()
 
 
+@proved_sometimes()
 def used_on_rank(context, steps):
     as_torchrun()
     numbers, weights = used(RingTrainer, steps)
@@ -500,6 +505,6 @@ def run_uses(pool, P, steps):
 
 
 @pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@few_or_many(6, 40)
+@few_or_many(11, 40)
 def test_no_use_of_a_trainer_remembers_another(pool, P, programs):
     assert_programs(any_use, programs, partial(run_uses, pool, P), steps=3)

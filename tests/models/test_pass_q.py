@@ -292,8 +292,11 @@ class Turn:
 
 
 def any_turn(program, random):
-    lengths = tuple(random.randint(1, 9) for _ in range(random.randint(1, 2)))
-    program.add(Turn(random.choice(["reply", "reply", "begin", "generate"]), lengths, random.choice([99, 4])))
+    """Add a turn to a program, mostly a reply to as many texts as before."""
+    if program.last is None or random.random() < 0.2:
+        program.last = random.randint(1, 2)
+    lengths = tuple(random.randint(1, 9) for _ in range(program.last))
+    program.add(Turn(random.choice(["reply", "reply", "reply", "begin", "generate"]), lengths, random.choice([99, 4])))
 
 
 def conversations_on_rank(context, passing, turns, settings):
@@ -344,7 +347,7 @@ SETTINGS += [
 
 
 @pytest.mark.parametrize(("P", "passing", "settings"), SETTINGS)
-@few_or_many(12, 100)
+@few_or_many(22, 100)
 def test_no_conversation_remembers_another(ranks, P, passing, settings, programs):
     assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing, **settings), steps=5)
 

@@ -591,7 +591,7 @@ def any_call(P, program, random):
         told = {"documents": mask.get("documents"), "scale": it["scale"]}
         options |= {name: x for name, x in told.items() if x}
         kinds = {"options": options, "delta": it["delta"], "dtype": it["dtype"]}
-        call = Call(way, where, OutAlone(it["seed"], S, **kinds), "checkpointed" if mode == "checkpointed" else "graph")
+        call = Call(way, where, OutAlone(it["seed"], S, **kinds), "graph" if mode == "autocast" else mode)
     else:
         options = {**mask, "layout": it["layout"], "scale": it["scale"]}
         kinds = {"dtype": it["dtype"], "sinks": it["sinks"], "batch": it["batch"], "seed": it["seed"]}
@@ -722,7 +722,7 @@ def run_functions(ranks, P, steps):
 
 
 @pytest.mark.slow
-@few_or_many(20, 400)
+@few_or_many(100, 1200)
 def test_no_call_remembers_another(ranks, programs):
     """On 4 ranks, of which a call takes 2, 3 or all."""
     assert_programs(partial(any_call, 4), programs, partial(run_functions, ranks, 4))
