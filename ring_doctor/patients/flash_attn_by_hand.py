@@ -7,8 +7,7 @@ backward pass fills the buffers dq, dk and dv. Sums are in float64, results in q
 A mask is aligned at the lower right corner, as flash_attn does since its version 2.1. Other options than the scale and
 the causal mask are not looked at.
 
-Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq). The kernels for packed documents have
-no B: q (Sq, H, D), lse (H, Sq), and document i of q and k is between bounds i and i + 1 of cu_seqlens.
+Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq).
 
 Before: nothing. After: libraries.py.
 Source: flash_attn/flash_attn_interface.py, version 2.8.3, for the signatures.
@@ -54,27 +53,6 @@ def flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_
     dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout.double()).unflatten(2, (-1, group)).sum(dim=3))
 
 
-def _documents(*bounds):
-    """The tokens of each document, in a tensor of tokens for each of the tensors of bounds (as cu_seqlens)."""
-    return [[slice(*ends) for ends in zip(b.tolist(), b.tolist()[1:], strict=False)] for b in bounds]
-
-
-def flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
-    parts = []
-    for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
-        parts.append(flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], **options))
-    outs, lses, *_ = zip(*parts, strict=True)
-    return torch.cat(outs, dim=1)[0], torch.cat(lses, dim=-1)[0], None, None
-
-
-def flash_attn_varlen_backward(cu_seqlens_q, cu_seqlens_k, **given):
-    for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
-        of_document = {name: given[name][None, mine] for name in ("dout", "q", "out", "dq")}
-        of_document |= {name: given[name][None, theirs] for name in ("k", "v", "dk", "dv")}
-        of_document["softmax_lse"] = given["softmax_lse"][None, :, mine]
-        flash_attn_backward(**(given | of_document))
-
-
 @cache
 def module_of(package, name):
     """The module package.name of an installed package that imports flash_attn, with these kernels in place of it.
@@ -86,7 +64,7 @@ def module_of(package, name):
         raise ModuleNotFoundError(f"no package named {package}", name=package)
     shell, flash_attn, interface = map(ModuleType, (package, "flash_attn", "flash_attn.flash_attn_interface"))
     shell.__path__ = list(found.submodule_search_locations or ())
-    kernels = (flash_attn_forward, flash_attn_backward, flash_attn_varlen_forward, flash_attn_varlen_backward)
+    kernels = (flash_attn_forward, flash_attn_backward)
     vars(interface).update({f"_{kernel.__name__}": kernel for kernel in kernels})
     modules = {module.__name__: module for module in (shell, flash_attn, interface)}
     with mock.patch.dict(sys.modules, modules):

@@ -11,23 +11,15 @@ Source: the packages of requirements.txt.
 
 from functools import partial
 from importlib import import_module, metadata
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import scaled_dot_product_attention
 
 from ring_doctor.asking.case import positions
 from ring_doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward, module_of
 
 UNEQUAL, LAYOUTS = False, ("contiguous",)  # of all, where their lines say nothing else
-
-
-def bounds(q, documents, group, tokens, rows=1):
-    """Where documents begin, and their end, in the tokens of `rows` sequences; one document, if there are none."""
-    whole = (q.shape[tokens] * dist.get_world_size(group),)
-    return torch.tensor([0, *accumulate((documents or whole) * rows)], dtype=torch.int32)
 
 
 # zhuzilin/ring-flash-attention, in bfloat16: the input that flash_attn's kernels take ---------------------------------
@@ -43,16 +35,6 @@ ring_flash_attn_zigzag = partial(ring_flash_attn, causal=True, module="zigzag_ri
 ring_flash_attn_stripe = partial(ring_flash_attn, causal=True, module="stripe_flash_attn")
 
 
-def ring_flash_attn_llama3(q, k, v, causal=False, scale=None, documents=None, group=None):
-    library = module_of("ring_flash_attn", "llama3_flash_attn_varlen")
-    of_rank = causal, dist.get_rank(group), dist.get_world_size(group)
-    where = library.llama3_flash_attn_prepare_cu_seqlens(bounds(q, documents, group, tokens=1), *of_rank)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
-    options = dict(zip(names, where, strict=True)) | {"causal": causal, "softmax_scale": scale, "group": group}
-    rows = zip(q, k, v, strict=True)  # it takes no batch
-    return torch.stack([library.llama3_flash_attn_varlen_func(*row, heads_k_stride=1, **options) for row in rows])
-
-
 # axolotl-ai-cloud/ringmaster, which brings plain math for CPUs in float32 ---------------------------------------------
 
 
@@ -66,29 +48,6 @@ def ringmaster(q, k, v, causal=False, scale=None, group=None, rotation="ALLTOALL
 
 
 ringmaster_all_gather = partial(ringmaster, rotation="ALLGATHER")
-
-
-def ringmaster_distflash(q, k, v, causal=True, scale=None, documents=None, group=None):
-    from ringmaster.ring.distflash import distflash_attention
-
-    ends = bounds(q, documents, group, tokens=2) if documents else None
-    return distflash_attention(q, k, v, group=group or dist.group.WORLD, scaling=scale, cu_seqlens=ends).transpose(1, 2)
-
-
-def ringmaster_documents(q, k, v, causal=False, scale=None, documents=None, window=None, group=None):
-    from ringmaster.ring.loop import varlen_ring_attention
-
-    options = {"window": None if window is None else (window - 1, 0), "scaling": scale, "causal": causal}
-    ends = bounds(q, documents, group, tokens=2, rows=len(q))
-    return varlen_ring_attention(q, k, v, group=group or dist.group.WORLD, cu_seqlens=ends, **options).transpose(1, 2)
-
-
-def ringmaster_zigzag(q, k, v, causal=True, scale=None, documents=None, group=None):
-    """Without documents it needs a GPU: one document of the whole sequence takes the path that a CPU can run."""
-    from ringmaster.ring.zigzag import zigzag_ring_attention
-
-    options = {"scaling": scale, "cu_seqlens": bounds(q, documents, group, tokens=2)}
-    return zigzag_ring_attention(q, k, v, group=group or dist.group.WORLD, **options).transpose(1, 2)
 
 
 # lucidrains/ring-attention-pytorch: query head h uses K/V head h mod G, an order of its own ---------------------------
@@ -122,13 +81,12 @@ def ring_attention_pytorch_tree(q, k, v):
 CONFIG = []  # of this rank
 
 
-def configure(degree, context, **options):
+def configure(context, **options):
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
     P = context.world_size
-    sizes = (1, P) if degree == "ulysses_degree" else (P, 1)
-    config = ContextParallelConfig(**{degree: P}, **options)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
+    config = ContextParallelConfig(ring_degree=P, **options)
+    mesh = init_device_mesh("cpu", (P, 1), mesh_dim_names=("ring", "ulysses"))
     config.setup(context.rank, P, context.device, mesh)
     CONFIG[:] = [ParallelConfig(context_parallel_config=config)]
 
@@ -157,16 +115,7 @@ def diffusers(q, k, v, scale=None, ring="TemplatedRingAttention"):
 diffusers_ring_anything = partial(diffusers, ring="TemplatedRingAnythingAttention")
 
 
-def diffusers_ulysses(q, k, v, scale=None):
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    return dispatch_attention_fn(q, k, v, scale=scale, backend="native", parallel_config=CONFIG[0])
-
-
-diffusers_ulysses_anything = diffusers_ulysses
-
-
-# yunchang (feifeibear/long-context-attention), DeepSpeed, ParaAttention -----------------------------------------------
+# yunchang (feifeibear/long-context-attention) -------------------------------------------------------------------------
 
 
 def yunchang(q, k, v, causal=False, scale=None, group=None):
@@ -175,47 +124,6 @@ def yunchang(q, k, v, causal=False, scale=None, group=None):
 
     options = {"causal": causal, "softmax_scale": scale, "group": group}
     return ring_flash_attn_func(q, k, v, attn_type=AttnType.TORCH_MATH, **options)
-
-
-def local(q, k, v, causal, softmax_scale, **others):
-    """torch's attention, of tokens before heads."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
-def yunchang_ulysses(q, k, v, causal=False, scale=None):
-    from yunchang import UlyssesAttention
-    from yunchang.kernels import AttnType
-
-    layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_MATH)
-    layer.attn_fn = local
-    return layer(q, k, v, causal=causal, softmax_scale=scale)
-
-
-def deepspeed_mesh(context):
-    """As deepspeed.initialize does with mesh_param: heads that the ranks do not divide need it."""
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    names = ("data_parallel", "sequence_parallel")
-    deepspeed.utils.groups.mesh_device = deepspeed.comm.initialize_mesh_device((1, context.world_size), names)
-
-
-def deepspeed_ulysses(q, k, v, causal=False, scale=None):
-    from deepspeed.sequence.layer import DistributedAttention
-
-    return DistributedAttention(local, dist.group.WORLD, gather_idx=1)(q, k, v, 0, None, causal, scale)
-
-
-deepspeed_ulysses_uneven = deepspeed_ulysses
-
-
-def para_attn_ulysses(q, k, v, causal=False, scale=None, group=None):
-    from para_attn.para_attn_interface import ulysses_attn_func
-
-    return ulysses_attn_func(q, k, v, is_causal=causal, scale=scale, mesh=group)
 
 
 # What each can do ----------------------------------------------------------------------------------------------------
@@ -230,7 +138,6 @@ def version_of(library):
 
 
 FROM_2 = {"worlds": (2, 3, 4)}  # on one rank it sends to itself, which gloo refuses
-TWELVE = {"heads": 12, "worlds": (1, 2, 3, 4)}  # heads that every number of ranks divides
 BSHD, FULL, CAUSAL_ZIGZAG = {"tensors": "bshd"}, {"causal": (False,)}, {"causal": (True,), "layouts": ("zigzag",)}
 FORWARD, ONE_TO_ONE = {"gradients": False}, {"grouped": False}
 LIBRARIES = {  # what all functions of a library claim, and each of them
@@ -242,19 +149,9 @@ LIBRARIES = {  # what all functions of a library claim, and each of them
             "ring_flash_attn_in_float32": {"dtypes": ("float32",)},
             "ring_flash_attn_zigzag": CAUSAL_ZIGZAG,
             "ring_flash_attn_stripe": CAUSAL_ZIGZAG | {"layouts": ("striped",)},
-            "ring_flash_attn_llama3": {"worlds": (1, 2, 3, 4, 5)},
         },
     ),
-    "axolotl-ringmaster": (
-        {"dtypes": ("float32", "bfloat16")},
-        {
-            "ringmaster": {},
-            "ringmaster_all_gather": {},
-            "ringmaster_distflash": {"causal": (True,)},
-            "ringmaster_documents": {"dtypes": ("float64", "float32", "bfloat16")},
-            "ringmaster_zigzag": CAUSAL_ZIGZAG | FROM_2,
-        },
-    ),
+    "axolotl-ringmaster": ({"dtypes": ("float32", "bfloat16")}, {"ringmaster": {}, "ringmaster_all_gather": {}}),
     "ring-attention-pytorch": (
         ONE_TO_ONE,
         {
@@ -265,24 +162,12 @@ LIBRARIES = {  # what all functions of a library claim, and each of them
     ),
     "diffusers": (
         BSHD | FULL | ONE_TO_ONE | FROM_2,
-        {  # the backward pass of those for any number of tokens says that it is not implemented
-            "diffusers": {"setup": partial(configure, "ring_degree")},
-            "diffusers_ring_anything": FORWARD
-            | {"setup": partial(configure, "ring_degree", ring_anything=True), "unequal": True},
-            "diffusers_ulysses": {"setup": partial(configure, "ulysses_degree"), "heads": 12},
-            "diffusers_ulysses_anything": FORWARD
-            | {"setup": partial(configure, "ulysses_degree", ulysses_anything=True), "unequal": True, "heads": 7},
+        {  # the backward pass of the one for any number of tokens says that it is not implemented
+            "diffusers": {"setup": configure},
+            "diffusers_ring_anything": FORWARD | {"setup": partial(configure, ring_anything=True), "unequal": True},
         },
     ),
-    "yunchang": (
-        BSHD,
-        {"yunchang": FORWARD | ONE_TO_ONE | {"dtypes": ("float32",)}, "yunchang_ulysses": TWELVE},
-    ),
-    "deepspeed": (
-        BSHD | {"setup": deepspeed_mesh},
-        {"deepspeed_ulysses": TWELVE, "deepspeed_ulysses_uneven": {"heads": 7}},
-    ),
-    "para_attn": (TWELVE, {"para_attn_ulysses": ONE_TO_ONE}),
+    "yunchang": (BSHD, {"yunchang": FORWARD | ONE_TO_ONE | {"dtypes": ("float32",)}}),
 }
 CLAIMS = {
     name: {"version": version_of(library)} | common | own

@@ -1,4 +1,4 @@
-"""Real rings, over real messages, a mistake in each: what the doctor must recognise, and what it cannot know.
+"""Real rings, over real messages, a mistake in each: what the doctor must recognise.
 
     attention = Sick("last_block_skipped")      # pickles; call it on every rank: attention(q, k, v, scale=, group=)
     ALL["last_block_skipped"].shows(case)       # whether its results must be wrong in this case of asking/case.py
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringlab.ring import flash_ring, schedule
-from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post
 from ringlab.ring.partition import Partition
@@ -134,24 +134,6 @@ def received_and_sent(sent, received, group, *, distance=1):
     return []
 
 
-# Mistakes that the catalogue does not hold ----------------------------------------------------------------------------
-
-
-def moved(x, shape, group, distance=1):
-    """x goes `distance` ranks on, and the tensor of that shape from `distance` ranks back arrives."""
-    if distance % dist.get_world_size(group) == 0:
-        return x.clone()
-    received = x.new_empty(shape)
-    for work in post([x.contiguous()], [received], group, distance=distance):
-        work.wait()
-    return received
-
-
-def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
-    return flash_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
-
-
-EQUAL = {"takes": CAUSAL, "equal_chunks": True}
 ALL = {
     "base_2_as_natural": SickRing(ring_flash_attention, flash("fused_forward", base_2_forward), always, CAUSAL),
     "unstabilised": SickRing(
@@ -160,11 +142,10 @@ ALL = {
         lambda case: case.world_size > 1 and case.inputs == "large",
     ),
     "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
-    "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), **EQUAL),
+    "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
     "block_left_out_in_backward/pieces": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_forward=False
     ),
-    "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),  # it has no name
 }
 OPTIONS = {"causal": False, "layout": "contiguous", "scale": None, "group": None}
 ARGUMENTS = dict.fromkeys("qkv", inspect.Parameter.empty) | OPTIONS  # and their defaults
