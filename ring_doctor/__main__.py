@@ -5,16 +5,13 @@
     asked       asking/examination.py, the main loop: every question; asking/job.py: one, on processes of its own;
                 asking/answers.py: judge, the answer
     explained   explaining/diagnosis.py: the name; xray.py: where; inference.py: what is seen without a name
-    told        report.py, as text, JSON or a page; below, on GitHub, as a note at the line of the function
+    told        report.py, as text, JSON or a page
 
 Before: options.py, assertion.py, which calls these in turn, and report.py. After: the chapter on rings that were wrong.
-Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
 """
 
 import argparse
 import contextlib
-import functools
-import inspect
 import json
 import os
 import signal
@@ -28,13 +25,12 @@ from typing import Any
 
 from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, OK, SAID, STATUS, WRONG, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.asking.names import named
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.jobs.verdict import examine_job
 from ring_doctor.options import claims_of, parse, parse_run
-from ring_doctor.report import as_json, head, page
+from ring_doctor.report import as_json, page
 from ring_doctor.whole_models.whole_model import examine_model
 from ringlab.support.devices import choose_device
 
@@ -63,7 +59,7 @@ def telling() -> Iterator[Callable[[str], None]]:
 
 
 Tell = Callable[[str], None]
-Told = tuple[dict[str, Any], str, str, str]  # a report for programs, as text, its head, and its X-ray as an SVG
+Told = tuple[dict[str, Any], str, str]  # a report for programs, as text, and its X-ray as an SVG
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,10 +68,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         find_project(Path.cwd())
         with telling() as tell:
-            said, report, first, picture = examination(args, tell)
+            said, report, picture = examination(args, tell)
     except CannotExamine as error:
         level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: {error}"
-        first = report
     except ValueError as error:
         print(f"ring-doctor: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -85,14 +80,8 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         if args.html:
             args.html.write_text(page(said, report, picture), encoding="utf-8")
-    note = ""
-    if args.patient:
-        function = named(args.patient if ":" in args.patient else f"{args.patient}:attention")
-        note = tell_github(function, level, first, report)
     try:
         print(report, flush=True)
-        if note:
-            print(note, flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
     return STATUS[level]
@@ -109,7 +98,7 @@ def of_attention(args: argparse.Namespace, tell: Tell) -> Told:
         from ring_doctor.explaining.xray_picture import svg
 
         picture = svg(report.xray)
-    return as_json(report), str(report), head(report), picture
+    return as_json(report), str(report), picture
 
 
 def of_model(args: argparse.Namespace, tell: Tell) -> Told:
@@ -125,51 +114,14 @@ def of_model(args: argparse.Namespace, tell: Tell) -> Told:
         if error is not None
     ]
     said = {"name": args.patient, "torch": version("torch"), "healthy": found.level != WRONG_RING, "answers": answers}
-    return said | found.as_json(), str(found), str(found).partition("\n")[0], ""
+    return said | found.as_json(), str(found), ""
 
 
 def of_jobs(args: argparse.Namespace, tell: Tell) -> Told:
     """The examination of two commands. Raises CannotExamine."""
     how = {"steps": args.steps, "exact": args.exact, "seconds": args.time_limit}
     found = examine_job(args.one, args.many, **how, progress=tell)
-    return found.as_json(), str(found), "", ""
-
-
-def tell_github(function: Callable[..., Any], level: str, head: str, report: str) -> str:
-    """Write the report on the page of the run. Returns the line that becomes a note at the function.
-
-    "" for a right ring, and where no workflow of GitHub runs this process. The first line of `head`, which belongs to
-    the report, becomes the title.
-    """
-    if os.environ.get("GITHUB_ACTIONS") != "true":
-        return ""
-    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with contextlib.suppress(OSError), Path(summary).open("a", encoding="utf-8") as file:  # a container may lack it
-            file.write(f"### ring-doctor: {level}\n\n```text\n{report}\n```\n")
-    if STATUS[level] == 0:
-        return ""
-    verdict, _, others = head.partition("\n")
-    properties = {**line_of(function, Path(os.environ.get("GITHUB_WORKSPACE", "."))), "title": verdict}
-    listed = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
-    return f"::error {listed}::{_escaped(others.strip() or verdict)}"
-
-
-def line_of(function: Callable[..., Any], root: Path) -> dict[str, str]:
-    """{file, line} where a function is written, the file as seen from `root`; {} outside of it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    try:
-        file, (_, line) = Path(inspect.getsourcefile(function) or ""), inspect.getsourcelines(function)
-        return {"file": str(file.resolve().relative_to(root.resolve())), "line": str(line)}
-    except (OSError, TypeError, ValueError):  # no Python source: a compiled function, an object; or in another folder
-        return {}
-
-
-def _escaped(text: str, others: str = "") -> str:
-    for character in f"%\r\n{others}":
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
+    return found.as_json(), str(found), ""
 
 
 def find_project(folder: Path) -> None:

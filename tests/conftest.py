@@ -20,7 +20,6 @@ settings.load_profile("steady")
 # jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("WORLD_SIZE", None)  # the doctor refuses it
-os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_in_ci.py asks it to
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/ways/test_jax.py: JAX reads it when it begins to work
 # Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
 PRELOAD += ["pytest", "hypothesis", "tests.every_way", "ring_doctor.asking.examination"]

@@ -1,10 +1,9 @@
 """docs/doctor_in_ci.md: its files are what they say; its commands run in a stranger's project and print what is shown.
 
-The fixture `ring_doctor` too; and what other programs read: levels, exit statuses, notes on GitHub; and that no option
-is lost on its way.
+The fixture `ring_doctor` too; and what other programs read: levels and exit statuses; and that no option is lost on its
+way.
 """
 
-import functools
 import os
 import re
 import subprocess
@@ -57,7 +56,7 @@ def project(tmp_path_factory):
 
 def run_pytest(folder, command):
     """A line of the page, in a project where the package is installed: the plug-in is that of this checkout."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "PYTEST_"))}
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     # In this environment the package may be installed from another checkout, without its plug-in.
     plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     plain |= {"PYTEST_ADDOPTS": f"-p ring_doctor.pytest_plugin -p no:cacheprovider {JUNIT}"}
@@ -73,7 +72,7 @@ def test_the_files_of_ci_are_read_and_have_commands_that_these_tests_run():
     [hook] = repo["hooks"]
     said = [step["run"] for step in job["steps"] if "uses" not in step] + test["script"] + [hook["entry"]]
     first, second = SHOWN
-    assert first == f"GITHUB_ACTIONS=true {QUICK}"
+    assert first == QUICK
     whole = "ring-doctor my_package.ring:attention --html ring.html"
     commands = {QUICK, whole, second.replace("tests/", f"{JUNIT}tests/")}
     assert {command for command in said if not command.startswith("pip install")} == commands
@@ -94,12 +93,10 @@ def there(project, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", SHOWN)
-def test_a_command_prints_what_is_shown(project, line, there, capsys, monkeypatch):
-    if line.startswith("GITHUB"):
-        assignment, _, *words = line.split()
-        monkeypatch.setenv(*assignment.split("="))
+def test_a_command_prints_what_is_shown(project, line, there, capsys):
+    if line == QUICK:
         with on_these(there):
-            assert command.main(words) == 1
+            assert command.main(line.split()[1:]) == 1
         printed = capsys.readouterr().out
     else:
         done = run_pytest(project, line)
@@ -108,14 +105,7 @@ def test_a_command_prints_what_is_shown(project, line, there, capsys, monkeypatc
         [suite] = ElementTree.parse(project / "ring.xml").getroot()
         assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["1", "1", "0"]
         assert "it is     The scores are scaled twice." in suite.find("testcase/failure").text
-    *shown, last = SHOWN[line].splitlines()
-    if last.endswith("::Quick: ..."):
-        *others, note = printed.splitlines()
-        assert note.startswith(last.removesuffix(" ..."))
-        printed = "\n".join(others)
-    else:
-        shown.append(last)
-    check_shown("\n".join(shown), printed)
+    check_shown(SHOWN[line], printed)
 
 
 def test_the_plugin_costs_no_import_of_torch():
@@ -130,49 +120,15 @@ def test_the_plugin_costs_no_import_of_torch():
 RIGHT_RING = "tests.wrong.odd_patients:right"
 
 
-SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, always"
-TITLE = "SICK%3A a%2C b and 50%25 of c%3A%3Ad%2C in m%3Af"  # as GitHub's runner reads it, and the message
-NOTED = [  # the level and the first lines of a report; the exit status; the title and the message of the note
-    ("wrong", SAID, 1, TITLE, "It shows%0D%0A  100%250A: everywhere, always"),
-    ("imprecise in 16 bits", "SICK: f", 1, "SICK%3A f", "SICK: f"),
-    ("right", SAID, 0, "", ""),
-    ("right for what it takes", SAID, 0, "", ""),
-    ("cannot tell", "CANNOT TELL: no", 3, "CANNOT TELL%3A no", "CANNOT TELL: no"),
-]
-
-
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize(("level", "head", "status", "title", "message"), NOTED)
-def test_the_exit_status_and_a_note_on_github(
-    monkeypatch, capsys, tmp_path, there, level, head, status, title, message
-):
-    summary, at = tmp_path / "summary.md", {("right", tmp_path): {"file": "a,b/c:d%.py", "line": "12"}}
-    for name, value in {"ACTIONS": str(there).lower(), "STEP_SUMMARY": summary, "WORKSPACE": tmp_path}.items():
-        monkeypatch.setenv(f"GITHUB_{name}", str(value))
-    summary.write_text("of another step\n")
-    monkeypatch.setattr(command, "line_of", lambda function, root: at[function.__name__, root])
-    outcome = CannotExamine("no") if level == "cannot tell" else ({"level": level}, "report\nX-ray", head, "")
+@pytest.mark.parametrize(
+    ("level", "status"),
+    [("wrong", 1), ("imprecise in 16 bits", 1), ("right", 0), ("right for what it takes", 0), ("cannot tell", 3)],
+)
+def test_the_exit_status_says_the_level(capsys, level, status):
+    outcome = CannotExamine("no") if level == "cannot tell" else ({"level": level}, "report", "")
     with mock.patch.object(command, "of_attention", side_effect=[outcome]):
         assert command.run(parse([RIGHT_RING])) == status
-    report = head if level == "cannot tell" else "report\nX-ray"
-    note = f"::error file=a%2Cb/c%3Ad%25.py,line=12,title={title}::{message}\n" if title and there else ""
-    assert capsys.readouterr().out == f"{report}\n{note}"
-    told = f"### ring-doctor: {level}\n\n```text\n{report}\n```\n" if there else ""
-    assert summary.read_text() == f"of another step\n{told}"
-
-
-@functools.wraps(odd_patients.hangs)
-def decorated(*args):
-    return odd_patients.hangs(*args)
-
-
-def test_the_line_of_a_function():
-    lines = (ROOT / "tests/wrong/odd_patients.py").read_text().splitlines()
-    for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
-        found = command.line_of(function, ROOT)
-        assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/wrong/odd_patients.py", "def hangs(q, k, v):")
-    assert command.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
-    assert command.line_of(len, ROOT) == {}
+    assert capsys.readouterr().out == ("CANNOT TELL: no\n" if level == "cannot tell" else "report\n")
 
 
 def asked(how):
