@@ -118,8 +118,8 @@ CHANGES = {
     "gradients_in_16_bits": [
         but(add_kv=in_dtype(None)),
         but(add_kv=in_dtype(torch.bfloat16)),
-        # parts in the dtype of k, added in the order of gloo's reduce_scatter: the own part comes last
-        in_order(lambda t, P: (t + 1) % P, add_kv=in_dtype(None, parts_too=True)),
+        # parts in the dtype of k, in the order of gloo's reduce_scatter: of rank j - 1, j - 2, ..., and j last
+        in_order(lambda t, P: P - 1 - t, add_kv=in_dtype(None, parts_too=True)),
     ],
     "dq_in_16_bits": [
         but(add_q=in_dtype(None)),
