@@ -9,6 +9,7 @@ Before: diagnosis.py and inference.py in explaining/. After: assertion.py, which
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -27,12 +28,17 @@ from ring_doctor.explaining.inference import text as in_lines
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
 
+FEATURES = 5  # that were refused, in the verdict
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
     "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
+)
+UNAWAITED = (
+    "A message for which nobody waits is read before it is there, or is taken for the next one. Ask again when it has "
+    "its wait(), or is gone: there may be another mistake"
 )
 ON_ONE_RANK = (
     "One rank alone does it too, so it is no race between ranks: look for random numbers, as of dropout, for "
@@ -68,22 +74,29 @@ class Report:
         name, answers = self.examination.patient.name, self.examination.answers
         if self.healthy:
             right = [answer.case.world_size for answer in answers if answer.state == OK]
-            refused = [answer.question.feature for answer in answers if answer.state == REFUSED]
-            never = set(refused) - {answer.question.feature for answer in answers if answer.state == OK}
+            refused = Counter(it.question.feature or "listed below" for it in answers if it.state == REFUSED)
             equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
             level, worlds = EQUAL_CHUNKS if equal else SAID[self.level], ", ".join(map(str, sorted(set(right))))
-            counts = f"{len(right)} right answers with {worlds} ranks"
+            rightly = "all" if len(right) == len(answers) else len(right)
+            counts = (
+                f"{len(answers)} question{'s' if answers[1:] else ''} with {worlds} ranks, {rightly} answered right"
+            )
             if refused:
-                features = ", ".join(dict.fromkeys(feature for feature in refused if feature in never - {""}))
-                counts += f", {len(refused)} question{'s' if refused[1:] else ''} refused"
-                counts += f" ({features})" if features else ""
-            said = [f"{level}: {name}, {counts}", *self.limits]
+                listed = refused.most_common(FEATURES)
+                if others := refused.total() - sum(n for _, n in listed):
+                    listed.append(("others", others))
+                counts += f", {refused.total()} refused ({', '.join(f'{n} x {words}' for words, n in listed)})"
+            if beyond := len(answers) - len(right) - refused.total():
+                counts += f", {beyond} beyond what it takes"
+            said = [f"{level}: {name}: {counts}", *self.limits]
             if not_asked := self.examination.not_asked:
-                said.append(f"not asked: {', '.join(not_asked)}")
+                said.append(f"not asked, because it does not take them: {', '.join(not_asked)}")
             return "; ".join(said)
         if changes := self.examination.changes:
             draws = "draws random numbers and " if any(answer.draws for answer in changes) else ""
-            return f"SICK: {name} {draws}changes its answers from call to call"
+            lines = self.examination.unawaited
+            why = f": nobody waits for the messages of {' and of '.join(lines)}" if lines else ""
+            return f"SICK: {name} {draws}changes its answers from call to call{why}"
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
         shown = f"{names}, in {name}" if names else f"{name}: {self.finding}"
         if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
@@ -112,11 +125,13 @@ class Report:
     @property
     def limits(self) -> list[str]:
         """What the function takes, where a ring may take more."""
-        said, beyond = list(self.examination.limits), self.examination.beyond.items()
-        for feature, answer in sorted(beyond, key=lambda item: item[1].state == FAILED):
-            fails = f"it fails with {feature} ({answer.says.splitlines()[0]})" if answer.state == FAILED else ""
-            said.append(fails or f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
-        return said
+        said, fails = list(self.examination.limits), dict[str, list[str]]()
+        for feature, answer in self.examination.beyond.items():
+            if answer.state == FAILED:
+                fails.setdefault(answer.says.splitlines()[0], []).append(feature)
+            else:
+                said.append(f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
+        return said + [f"it fails with {', '.join(features)} ({why})" for why, features in fails.items()]
 
     @property
     def mistakes(self) -> list[Mistake]:
@@ -133,6 +148,7 @@ class Report:
         patient, diagnosis, said = self.examination.patient, self.diagnosis, []
         if changes := self.examination.changes:
             where = ON_ONE_RANK if any(answer.case.world_size == 1 for answer in changes) else BETWEEN_RANKS
+            where = UNAWAITED if self.examination.unawaited else where
             bad = [name for name in changes[0].results if any(name in answer.wrong for answer in changes)]
             said.append(
                 f"{CHANGES.format(len(changes), changes[0].question.words())}; wrong in {', '.join(bad)}. {where}"
@@ -160,7 +176,7 @@ class Report:
             names = [found.words for found in diagnosis.besides]
             cause = " or ".join(names) if len(names) <= FEW else f"one of {len(names)} known mistakes"
             cause = cause or "no known mistake"
-            said.append(f"gradients that are wrong where out and lse are right have another cause: {cause}")
+            said.append(f"gradients that are wrong where out is right have another cause: {cause}")
         elif diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:

@@ -65,6 +65,7 @@ class Answer:
     last_digits: bool = False  # asked again, it gave other numbers, which are right too
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
+    unawaited: tuple[str, ...] = ()  # where messages begin for which nobody waits
     whole: bool = False  # each rank has the whole gradient of what is learned, and not its part
     lost: bool = False  # ranks hang or died
     silent: tuple[int, ...] = ()  # the ranks that did not answer in time
@@ -91,6 +92,7 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
     case = question.case
     faults = list(dict.fromkeys(fault for each in of_ranks for fault in each.faults))
     answer = Answer(question, OK, draws=any(of.draws for of in of_ranks), lse_grad=all(of.lse_grad for of in of_ranks))
+    answer.unawaited = tuple(dict.fromkeys(line for of in of_ranks for line in of.unawaited))
     right = right_results(question)
     for name in of_ranks[0].results:
         chunks, learned = [each.results[name].cpu() for each in of_ranks], name[1:] in case.learned
@@ -218,6 +220,7 @@ class Examination:
     patient: Patient
     answers: list[Answer] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    unawaited: tuple[str, ...] = ()  # where messages begin for which nobody waits, if answers change
     limits: list[str] = field(default_factory=list)  # what the patient takes, where that is less than a ring may take
 
     @property

@@ -15,10 +15,10 @@ import faulthandler
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from ring_doctor.asking.case import UNROUNDED, Case, layout_of
 from ring_doctor.asking.patient import NAMES, OPTION, TENSORS, Patient, arguments_of
 from ring_doctor.asking.questions import BESIDE, Question
-from ringlab.support.processes import RankContext
+from ringlab.support.processes import Frame, RankContext, own_frame, place
 
 
 class WrongResult(ValueError):
@@ -113,6 +113,7 @@ class RankResults:
     again: dict[str, Tensor] = field(default_factory=dict)  # the chunks of a second call with the same inputs
     draws: bool = False  # it takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
+    unawaited: list[str] = field(default_factory=list)  # where messages begin for which nobody waits
 
 
 def prepare(context: RankContext, patient: Patient) -> None:
@@ -142,7 +143,10 @@ def ask_on_rank(
         chunks = _chunks(context, patient, question, rank)
         before, random = [x.clone() for x in chunks], _generator(context)
         between = ask_others if question.how.startswith(BESIDE) else lambda: None
-        first = _results(patient, question, chunks, group, between)
+        watching: AbstractContextManager[dict[int, str]] = noted() if question.watched else nullcontext({})
+        with watching as begun:
+            first = _results(patient, question, chunks, group, between)
+        first.unawaited = list(begun.values())
         first.draws = not torch.equal(_generator(context), random)
         for name, x, y in zip((*case.names, "dO"), chunks, before, strict=True):
             if not torch.equal(x, y):
@@ -235,6 +239,44 @@ def under_autocast(case: Case) -> list[RankResults]:
         out = scores.masked_fill(~case.visible(), float("-inf")).softmax(dim=-1) @ v
     results = {"out": out.detach()} | _gradients(out, leaves, d_out.to(out.dtype))
     return [RankResults({name: case.cut(x, rank) for name, x in results.items()}) for rank in range(case.world_size)]
+
+
+class Noted:
+    """The work of a message that is noted until somebody waits for it."""
+
+    def __init__(self, work: Any, begun: dict[int, str], number: int) -> None:
+        frames = traceback.walk_stack(sys._getframe(2))
+        at, caller = own_lines([(of.f_code.co_filename, line, of.f_code.co_name) for of, line in frames])
+        begun[number] = place(at) + (f", called by {place(caller)}" if caller else "")
+        self.work, self.begun, self.number = work, begun, number
+
+    def wait(self, *how: Any) -> Any:
+        self.begun.pop(self.number, None)
+        return self.work.wait(*how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+@contextmanager
+def noted() -> Iterator[dict[int, str]]:
+    """The lines of the user's code that begin a message, while nobody has waited for it."""
+    group, begun, numbers = dist.ProcessGroup, dict[int, str](), count()
+    right = {name: getattr(group, name) for name in ("send", "recv")}
+    for name, begin in right.items():
+        setattr(group, name, lambda *args, begin=begin: Noted(begin(*args), begun, next(numbers)))
+    try:
+        yield begun
+    finally:
+        for name, begin in right.items():
+            setattr(group, name, begin)
+
+
+def own_lines(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """The line of the user's code in which a rank is, and the line of another function of it that called this one."""
+    if (at := own_frame(stack)) is None:
+        return None, None
+    return at, own_frame([frame for frame in stack[stack.index(at) + 1 :] if frame[2] != at[2]])
 
 
 @contextmanager

@@ -138,6 +138,8 @@ def _ask_everything(
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
                 progress(f"{len(done) / total:4.0%}  {question.words()}" + (f": {answer.says}" if answer.says else ""))
+                if answer.changes and not found.changes:
+                    found.unawaited = job.ask(replace(question, watched=True)).unawaited
                 if answer.bad and question.how.startswith(BESIDE):
                     job.restart()  # what is kept would spoil the next answers
                 if answer.state != REFUSED:
@@ -284,7 +286,7 @@ def _leave_out_masks(found: Examination, ask: Ask) -> None:
                 takes.setdefault(causal, []).append(layout)
                 continue
             found.answers.append(answer)
-            found.remarks.append(f"with {answer.case.mask()} it refuses ({answer.says}): it was asked no more of this")
+            found.remarks.append(f"{answer.case.mask()}: it refuses this, so it was asked no more of it")
     if takes:
         found.patient = replace(patient, causal=tuple(takes), layouts=tuple(takes.get(True, takes.get(False, []))))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
-from ring_doctor.asking.calls import WrongResult, ask_on_rank, prepare
+from ring_doctor.asking.calls import WrongResult, ask_on_rank, own_lines, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question, kind
 from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
@@ -166,9 +166,8 @@ def callers(folder: Path) -> dict[Frame, Frame]:
     """By the line of the user's code in which a rank is, the line of the user's code from which it was called."""
     found: dict[Frame, Frame] = {}
     for stack in (stacks[-1] for stacks in _read(folder).values() if stacks):
-        if at := own_frame(stack):
-            above = own_frame([frame for frame in stack[stack.index(at) + 1 :] if frame[2] != at[2]])
-            found |= {at: above} if above else {}
+        at, above = own_lines(stack)
+        found |= {at: above} if at and above else {}
     return found
 
 

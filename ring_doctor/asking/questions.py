@@ -57,6 +57,7 @@ class Question:
     members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
     feature: str = ""  # what a function may not take, in words: it may refuse; "": every ring must answer
     others: tuple[Case, ...] = ()  # what is called before
+    watched: bool = False  # messages for which nobody waits are noted
 
     def words(self) -> str:
         """The question in words."""
@@ -106,13 +107,16 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
         for name in patient.dtypes if P == 4 else ():
             if torch.finfo(dtype_of(name)).bits == 16:
                 yield from _unrounded(patient, case, name)
-    for case in dict.fromkeys((plain[0], plain[-1])):
+    # three ranks are asked the first and the last, and four the others: each mask and layout meets each way to ask
+    others_come = max(FULL) == P and len(plain) > 2 and set(FULL) <= set(patient.worlds)
+    for case in dict.fromkeys(plain[1:3] if others_come else (plain[0], plain[-1])):
         for how, change, feature in _of_one_mask(patient, case):
             changed, n = replace(case, **change), case.seq_len
             others = tuple(replace(case, seq_len=length) for length in (n, 3 * n)) if how == AFTER else ()
             yield Question(changed, how, feature=feature, others=others)
         if "group" in patient.takes and max(patient.worlds) > P > 1:
             yield Question(case, members=tuple(range(1, P + 1)))
+    yield from _of_lengths(patient, plain)
     yield from _of_masks(patient, plain)
     yield from _beside(patient, plain[-1])
 
@@ -166,11 +170,6 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
             yield plain, {"dtype": narrow, "inputs": "large"}, name
     if {"float32", "bfloat16"} <= set(patient.dtypes):
         yield "autocast", {"dtype": torch.bfloat16}, "autocast"
-    if case.layout != "zigzag":
-        yield plain, {"seq_len": P}, "one token a rank"
-        yield plain, {"seq_len": (patient.chunk + 1 | 1) * P}, "an odd number of tokens a rank"
-    if case.layout == "contiguous" and patient.unequal and P > 1:
-        yield plain, {"seq_len": case.seq_len + 1}, UNEQUAL
     if patient.gradients:
         yield "without gradients", {}, ""
         yield "interleaved", {}, ""
@@ -179,6 +178,18 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield "frozen keys", {}, "a K that needs no gradient"
         yield "frozen keys and values", {}, "a K and a V that need no gradient"
         yield "gradient of lse", {}, LSE
+
+
+def _of_lengths(patient: Patient, plain: list[Case]) -> Iterator[Question]:
+    """Lengths that the zigzag layout does not take, without a mask and with one."""
+    P = plain[0].world_size
+    odd = [case for case in plain if case.layout != "zigzag"]
+    contiguous = [case for case in odd if case.layout == "contiguous" and patient.unequal and P > 1]
+    for case in dict.fromkeys((*odd[:1], *odd[-1:])):
+        yield Question(replace(case, seq_len=P), feature="one token a rank")
+        yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
+    for case in contiguous:
+        yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
 
 
 def _of_states(patient: Patient, base: Case) -> Iterator[Question]:

@@ -190,17 +190,27 @@ def _besides(
 ) -> tuple[Explanation, ...] | None:
     """What explains the wrong gradients of answers whose out and lse are right, where what was found does not.
 
-    None where there are no such gradients. Those of a wrong out follow from it, by more ways than one.
+    None where there are no such gradients. Those of a wrong out follow from it, by more ways than one. Where lse alone
+    is wrong, in every answer perhaps, it is left out.
     """
-    out_is_right = [each for each in answers if set(FORWARD).isdisjoint(each.answer.wrong)]
+    right = [each for each in answers if set(FORWARD).isdisjoint(each.answer.wrong)]
+    lse_alone = not any("out" in each.answer.wrong for each in answers)
+    out_is_right = answers if lse_alone else right
     same = [entry for each in found for mistake in each.mistakes for entry in _entries([mistake])]
     same = same if not any(each.condition for each in found) else found
     wrong = [each for each in out_is_right if each.answer.wrong and not _special(each.case)]
-    if not found or len(out_is_right) == len(answers):
+    if not found or len(right) == len(answers):
         return None
     if all(any(_fits(entry, each, EVERYTHING) is not False for entry in same) for each in wrong):
         return None
-    return tuple(_explain(out_is_right, mistakes)[0])
+    return tuple(_explain([_without_lse(each) for each in out_is_right], mistakes)[0])
+
+
+def _without_lse(of: WrongAnswer) -> WrongAnswer:
+    wrong, results = dict(of.answer.wrong), dict(of.answer.results)
+    wrong.pop("lse", None)
+    results.pop("lse", None)
+    return WrongAnswer(replace(of.answer, wrong=wrong, results=results))
 
 
 def _entries(mistakes: Iterable[Mistake]) -> list[Explanation]:

@@ -204,11 +204,15 @@ def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
         yield Fact("head 0 in head 0, of heads 0 and 1 added in head 1, and so on", look, wrong.exact(name).cumsum(1))
 
 
-def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
+    """None where any factor fits."""
+    allowed, largest = wrong.allowed[name]
+    return None if 4 * allowed >= largest else _factors(wrong, name)
+
+
+def _factors(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     """Factors with a meaning. P times is 2 times where P = 2: all that fit are found, and other answers decide."""
     exact, case = wrong.exact(name), wrong.case
-    if 4 * wrong.allowed[name][0] >= wrong.allowed[name][1]:
-        return  # any factor fits
     P, n, scale = case.world_size, case.heads // case.kv_heads, RIGHT.scale(case)
     known = [("P", P, COPIES), ("√P", P**0.5, COPIES), ("scale", scale, SCALES), ("log 2", math.log(2), BASE)]
     unfilled = "detach, no_grad, .data, and a buffer that is returned before it is filled"

@@ -184,4 +184,6 @@ class XRay:
 
 def _between(amounts: list[float]) -> str:
     low, high = (f"{round(x, 4) + 0.0:.3g}" for x in (min(amounts), max(amounts)))
+    if low == high == "1":  # not quite
+        return f"1 {amounts[0] - 1:+.1g}"
     return low if low == high else f"{low} to {high}"

@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ring_doctor import assertion
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, Answer, Examination
-from ring_doctor.asking.calls import written
+from ring_doctor.asking.calls import noted, written
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import ask_again, examination_of
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
@@ -310,11 +311,13 @@ def forward_only(says):
     return reply
 
 
-def changing(least):
+def changing(least, **more):
     """Wrong on so many ranks and more, with other numbers in each call."""
     calls = count(1)
     return lambda question, job: (
-        answer(question, WRONG, float(next(calls))) if question.case.world_size >= least else OK
+        answer(question, WRONG, float(next(calls)), **(more if question.watched else {}))
+        if question.case.world_size >= least
+        else OK
     )
 
 
@@ -387,6 +390,7 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "fails with gradients": (forward_only("RuntimeError: no"), {"worlds": 3, "dtypes": ("float64", "float32")}),
     "changes on one rank": (changing(1), TWO_WORLDS),
     "changes on 3 ranks": (changing(2), TWO_WORLDS),
+    "waits for no message": (changing(2, unawaited=("ring.py, line 3 in f",)), TWO_WORLDS),
 }
 
 
@@ -452,6 +456,32 @@ def test_what_a_ring_does_is_told(ask, ranks, function, question, state, says):
     assert set(answer.wrong) >= (wrong if state == WRONG else set())
 
 
+def exchange(context, x):
+    """This rank's work of two messages."""
+    to, back = ((context.rank + step) % context.world_size for step in (1, -1))
+    return dist.isend(x, to), dist.irecv(x.clone(), back)
+
+
+def begun_on_rank(context):
+    """The lines that are noted while two messages are under way, and then one; and whether the group is as it was."""
+    right = dist.ProcessGroup.send
+    with noted() as begun:
+        sent, received = exchange(context, torch.zeros(1))
+        lines = list(begun.values())
+        received.wait()
+        left = list(begun.values())
+        sent.wait()
+    return lines, left, list(begun.values()), dist.ProcessGroup.send is right
+
+
+def test_messages_are_noted_until_somebody_waits_for_them(ranks):
+    """By their line, and the line of the function that called this one."""
+    line = rf"{Path(__file__).name}, line \d+ in exchange, called by .*, line \d+ in begun_on_rank$"
+    for both, one, none, restored in ranks(3, begun_on_rank):
+        assert (len(both), both[:1], none, restored) == (2, one, [], True)
+        assert re.search(line, one[0])
+
+
 def test_a_rank_that_computes_on_is_late_and_not_sick():
     with closing(Job(patient_of(odd_patients.computes_on), 3, 2.0, "cpu")) as job:
         assert job.ask(PLAIN).state == OK  # the first call: a compiler may take longer
@@ -489,7 +519,7 @@ ODD = [  # a ring, how the questions begin that it is asked, its claims; the lev
     ("other_numbers_each_time", "twice", {}, "wrong", "changes its answers from call to call"),
     ("lse_with_gradient", "gradient of lse", LSE_ALONE, "right", ""),
     ("lse_without_gradient", "gradient of lse", LSE_ALONE, "right for what it takes", "error, of a loss that uses lse"),
-    ("refuses_grouped_queries", "4 query heads", {}, "right", "3 questions refused"),
+    ("refuses_grouped_queries", "4 query heads", {}, "right", "3 refused (3 x grouped queries)"),
     ("with_sinks", "attention sinks", {}, "right", ""),
     ("sinks_reduced", "attention sinks", {}, "right", "nothing may sum it once more"),
     ("sinks_per_block", "attention sinks", {}, "wrong", "SICK: sinks_per_block, in "),

@@ -28,7 +28,7 @@ from tests.doctor.examined import on_these
 from tests.wrong.odd_patients import gathered
 
 WORLDS = (1, 2, 3, 5)
-FEW = {"unequal": False, "dtypes": "float64"}  # of a wrong ring: right ones are asked everything
+FEW = {"unequal": False, "dtypes": "float64", "quick": True}  # of a wrong ring: right ones are asked everything
 
 
 def right(way, q, k, v, log_decay, beta, documents=None, state=None):
@@ -120,9 +120,9 @@ SICK = {  # a ring, and the mistake that it has
 }
 
 
-def examined(ranks, function, worlds=WORLDS, state=True, **claims):
+def examined(ranks, function, worlds=WORLDS, state=True, quick=False, **claims):
     with on_these(ranks):
-        found = examination_of(patient_of(function, state=state, worlds=worlds, **claims))
+        found = examination_of(patient_of(function, state=state, worlds=worlds, **claims), quick=quick)
     return Report(found, None if found.healthy else diagnose(found), "none")
 
 
