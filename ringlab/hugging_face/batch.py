@@ -192,6 +192,14 @@ def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, 
     return documents
 
 
+def themselves(input_ids: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> bool:
+    """Whether each label is its own token, in a row of three tokens or more: two runs of one token may look so."""
+    if input_ids is None or labels is None or input_ids.shape != labels.shape:
+        return False
+    real, several = labels != IGNORED, max(len(row.unique()) for row in input_ids) > 2
+    return several and bool(real.any() and (labels == input_ids)[real].all())
+
+
 def checksum_of_weights(model: nn.Module) -> int:
     return checksum(x for x in model.parameters() if not isinstance(x, DTensor))  # a DTensor is one for all
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.models.transformer import IGNORED
 from ringlab.ring.documents import document_positions
 from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import positions
@@ -40,19 +39,11 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from ringlab.hugging_face import seam
 from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention, Pass, Proved
-from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
+from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of, themselves
 from ringlab.hugging_face.latents import check_latents
 from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.seam import (
-    code_of,
-    indexers,
-    linear_layers,
-    mixing_layers,
-    own_forwards,
-    send_latents,
-    spread,
-)
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
@@ -82,7 +73,7 @@ def check_kind(model: PreTrainedModel) -> None:
         none = "takes no position_ids; expected it to: a shard's are not 0, 1, 2, ..."
         raise ValueError(f"{name} {state if model._is_stateful else none}")
     for part in model.modules():
-        if "Indexer" in (kind := type(part).__name__) and part not in indexers(model):
+        if "Indexer" in (kind := type(part).__name__) and part not in seam.indexers(model):
             why = "expected one that asks its cache for index keys, by update_indexer"
             raise ValueError(f"{name} has a {kind}, which chooses keys by a rule of its own; {why}")
     if drops := getattr(config, "layerdrop", None):
@@ -113,31 +104,31 @@ class ModelInRing(LayerAttention):
     @torch.compiler.disable
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
-        own_forwards(model)
-        linear = mixing_layers(model)
+        seam.own_forwards(model)
+        linear = seam.mixing_layers(model)
         model.set_attn_implementation(self.own)
-        send_latents(model, False)
+        seam.send_latents(model, False)
         try:
             outcomes = agree(partial(attempt, self.checked, model), self.where.mesh_or_group)  # else why not
         finally:
             model.set_attn_implementation(self.name)
-            spread(linear, in_ring(self))
-            send_latents(model, self.where.way is LatentRing)
+            seam.spread(linear, in_ring(self))
+            seam.send_latents(model, self.where.way is LatentRing)
         different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
             raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
-        self.proved, self.code = outcomes[0][0], code_of(model.base_model)
+        self.proved, self.code = outcomes[0][0], seam.code_of(model.base_model)
 
     def checked(self, model: PreTrainedModel) -> tuple[Proved, int]:
         """What was proved, and a checksum of the weights."""
         check_kind(model)
-        for kind in (type(layer).__name__ for layer in mixing_layers(model) if "forward" in vars(layer)):
+        for kind in (type(layer).__name__ for layer in seam.mixing_layers(model) if "forward" in vars(layer)):
             expect(False, f"{kind} has a forward that was set by hand", "that of its class, whose code the ring takes")
-        if linear_layers(model):
+        if seam.linear_layers(model):
             check_layout_of_states(str(self.where.layout))
             has = f"{type(model).__name__} has linear layers"
             expect(not isinstance(self.where.mesh_or_group, DeviceMesh), has, "no mesh: their states go round a ring")
-        if indexers(model):
+        if seam.indexers(model):
             has = f"{type(model).__name__} has an indexer, and the way is {self.where.way.__name__}"
             expect(issubclass(self.where.way, Ring), has, "way=Ring or LatentRing: other ways know no chosen keys")
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
@@ -206,7 +197,7 @@ class ModelInRing(LayerAttention):
         unshifted = due and passed.get("causal", True) and themselves(**passed)
         modules = zlib.crc32(" ".join(name for name, _ in part.named_modules()).encode())
         same = {"labels": labels, "modules": modules, "weights": weights, "gradients": torch.is_grad_enabled()}
-        return (unshifted, code_of(part) != self.code), {**same, "training": part.training}
+        return (unshifted, seam.code_of(part) != self.code), {**same, "training": part.training}
 
     def check_tokens(
         self, name: str, position_ids: Any = None, attention_mask: Any = None, documents: Any = None, **passed: Any
@@ -297,14 +288,6 @@ def ones_of(input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
 def ends_of(at: Tensor | None) -> str:
     """The first positions and the last one, in words."""
     return "None" if at is None else f"{at.flatten()[:8].tolist()} and end with {int(at.flatten()[-1])}"
-
-
-def themselves(input_ids: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> bool:
-    """Whether each label is its own token, in a row of three tokens or more: two runs of one token may look so."""
-    if input_ids is None or labels is None or input_ids.shape != labels.shape:
-        return False
-    real, several = labels != IGNORED, max(len(row.unique()) for row in input_ids) > 2
-    return several and bool(real.any() and (labels == input_ids)[real].all())
 
 
 def only_multiplied(part: weakref.ref, version: int, _: Tensor) -> None:
