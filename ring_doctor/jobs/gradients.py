@@ -45,10 +45,6 @@ class Gradients:
     def wrong(self) -> list[str]:
         return [name for name, error in self.errors.items() if not error <= self.allowed[name]]
 
-    @property
-    def worst(self) -> str:
-        return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
-
 
 def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
     """How far x is from y, as a share of the norm of y. NaN is infinitely far from everything."""
@@ -87,7 +83,7 @@ def dtypes_of(job: Job) -> list[str]:
 
 def pairs_of(one: Job, many: Job) -> list[tuple[str, str]]:
     """The names of each weight in both jobs, which may begin with other prefixes."""
-    names, others, found = one.names, many.names, []
+    (names, others), found = (list(job.ranks[0]["weights"]) for job in (one, many)), []
     for name in names:
         fits = [o for o in others if o == name] or [o for o in others if f".{o}".endswith(f".{name}")]
         fits = fits or [o for o in others if f".{name}".endswith(f".{o}")]
@@ -122,7 +118,7 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if any(changes.values()) else TERMS))
     found = Gradients(pairs, {name: UNITS * max(usual, changes.get(name, 0.0)) for name in sizes})
     trained = {other for name, other in pairs if name in sizes}
-    for name in many.names:
+    for name in many.ranks[0]["weights"]:
         given = [] if name in trained else [many.tensor(kind, step, name, rank) for rank in range(P)]
         if any(part is not None and part.any() for part in given):
             raise CannotExamine(f"{name} has a gradient in the second job only; expected the same frozen weights")

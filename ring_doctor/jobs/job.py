@@ -59,11 +59,6 @@ class Job:
     def world_size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def names(self) -> list[str]:
-        """Those of the weights."""
-        return list(self.ranks[0]["weights"])
-
     def tensor(self, kind: str, step: int, name: str, rank: int = 0) -> Tensor | None:
         """A gradient, float64, or None for a rank that has none. One that was sharded is the same on all ranks.
 

@@ -269,8 +269,9 @@ def _some(names: list[str]) -> str:
 
 def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> list[str]:
     """What was compared: a line of each kind."""
-    error, allowed = found.errors[found.worst], found.allowed[found.worst]
-    share = f"the worst, of {found.worst}, is off by {error:.1e} of its norm, rounding allows {allowed:.1e}"
+    worst = max(found.errors, key=lambda name: found.errors[name] / found.allowed[name])
+    error, allowed = found.errors[worst], found.allowed[worst]
+    share = f"the worst, of {worst}, is off by {error:.1e} of its norm, rounding allows {allowed:.1e}"
     how = "none was seen: no embedding was called outside of a compiled graph"
     if whole.text:
         shards = f"{whole.layout} over {whole.cp} ranks" if whole.cp > 1 else "whole sequences"

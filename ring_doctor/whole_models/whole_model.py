@@ -144,7 +144,9 @@ def _changes(job: Job, step: int, other: int) -> bool:
     slack = 1e-3 if "16" in dtypes_of(job)[0] else 1e-5 if "32" in dtypes_of(job)[0] else 1e-11
     for rank, of in enumerate(job.ranks):
         reported = [torch.tensor(of["steps"][at]["reported"], dtype=torch.float64) for at in (step, other)]
-        before, after = ([job.tensor("gradient", at, name, rank) for name in job.names] for at in (step, other))
+        before, after = (
+            [job.tensor("gradient", at, name, rank) for name in job.ranks[0]["weights"]] for at in (step, other)
+        )
         for x, y in zip([*before, reported[0]], [*after, reported[1]], strict=True):
             if x is not None and y is not None and distance(y.nan_to_num(), x.nan_to_num(), 1e-9) > slack:
                 return True

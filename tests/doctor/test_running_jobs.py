@@ -52,12 +52,6 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
     "the labels of a shard": ([(SHARDS, "tokens.roll(-1, dims=1)\n")], "labels_per_shard"),
     "its last label ignored": ([(SHARDS, "F.pad(tokens[:, 1:], (0, 1), value=IGNORED)\n")], "labels_per_shard"),
     "the positions of a shard": ([(CALL, "wrapped(tokens, torch.arange(len(at)))")], "positions_per_shard"),
-    "those of another layout": (
-        [(CALL, "wrapped(tokens, positions('striped', S, rank, P))")],
-        "positions_of_striped",
-    ),
-    "none": ([(CALL, "wrapped(tokens, 0 * at)")], "positions_missing"),
-    "doubled": ([(CALL, "wrapped(tokens, 2 * at)")], "rotated_twice"),
     "plain attention": ([(RING, "F.scaled_dot_product_attention(q, k, v, **options)")], "ring_not_called"),
     "sharded twice": ([(AT, f"{AT}    at = at[rank * len(at) // P :][: len(at) // P]\n")], "tokens_missing"),
     "means of means": ([(COUNT, "    count = count * P\n")], "mean_of_means"),
@@ -409,9 +403,19 @@ def test_gradients_that_no_optimizer_uses_are_not_judged(ask):
     assert wrong.names == ["gradients_not_reduced"]
 
 
-def test_positions_that_do_not_begin_again_with_a_document_are_named():
-    """8 tokens in two documents, contiguous over 2 ranks; the positions are those of one document."""
-    places = torch.arange(8)
-    ranks = [[Row(at, at, None)] for at in places.chunk(2)]
-    whole = Whole([Row(places, places % 5, None)], ranks, "contiguous", 2, [[(0, at)] for at in places.chunk(2)])
-    assert told(whole) == [("documents_lost", "on the last rank positions begin 4, 5, 6, 7")]
+PLACES = torch.arange(8)
+POSITIONS = {  # the right ones of 8 tokens, and those of the ranks that have the first half and the second
+    "documents_lost": (PLACES % 5, PLACES),
+    "positions_missing": (PLACES, 0 * PLACES),
+    "rotated_twice": (PLACES, 2 * PLACES),
+    "positions_of_striped": (PLACES, PLACES.view(4, 2).T.flatten()),
+    "other_positions": (PLACES, PLACES + 1),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_wrong_positions_are_named(name):
+    right, of_ranks = POSITIONS[name]
+    ranks = [[Row(*of, None)] for of in zip(PLACES.chunk(2), of_ranks.chunk(2), strict=True)]
+    whole = Whole([Row(PLACES, right, None)], ranks, "contiguous", 2, [[(0, at)] for at in PLACES.chunk(2)])
+    assert [named for named, _ in told(whole)] == [name]
