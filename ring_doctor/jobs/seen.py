@@ -196,8 +196,10 @@ def told(whole: Whole) -> list[tuple[str, str]]:
                         wrong_labels.append((rank, own[wrong], places[wrong], bool(inside.all())))
             if row.positions is not None and text.positions is not None:
                 right = torch.where(real, text.positions[places.clamp(max=S - 1)], row.positions)
-                if bool((row.positions != right).any()):
+                if bool((wrong := row.positions != right).any()):
                     wrong_positions.append((row.positions, places))
+                    token, own, of_text = (int(x[wrong][0]) for x in (places, row.positions, right))
+                    of_rank = f"rank {rank}'s position of token {token} is {own}, expected {of_text}"
     of_rows = (whole.text, [row for rows in whole.ranks for row in rows])
     counts = [Counter(t for x in rows if x.labels is not None for t in x.labels.flatten().tolist()) for rows in of_rows]
     of_shard = all(inside for *_, inside in wrong_labels)
@@ -206,8 +208,7 @@ def told(whole: Whole) -> list[tuple[str, str]]:
         said = f"rank {rank}'s label of token {int(places[0])} is {int(labels[0])}"
         found.append(("labels_per_shard" if of_shard else "other_labels", said))
     if wrong_positions:
-        begin = ", ".join(map(str, wrong_positions[-1][0][:4].tolist()))
-        found.append((_name_of(wrong_positions, whole), f"on the last rank positions begin {begin}"))
+        found.append((_name_of(wrong_positions, whole), of_rank))
     return found
 
 
