@@ -247,7 +247,7 @@ print_source(mesh.shard_weights)
 #
 # **What is the ring for?** Not for speed but for length. In processes of 64 MiB each, weights and optimizer included, a ring of 4
 # trains on 15,936 tokens, where one process with blockwise attention reaches 5,360
-# ([measured](../bench/README.md#the-measurements), with activation checkpointing).
+# ([measured](../bench/README.md#training-a-whole-model), with activation checkpointing).
 #
 # > **One number to remember: 1/P = 0.2500** on 4 ranks. That is what a ring's gradients are multiplied by under DDP or
 # > `fully_shard`, if the loss is sum / count. AdamW hides it, and the gradient norm shows it.

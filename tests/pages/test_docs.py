@@ -287,7 +287,7 @@ def test_a_loss_of_whole_sequences_is_that_of_one_process(ranks, P):
     ranks(P, sequences_on_rank, code, x, weights, labels, right)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # TRL's collator may change; what lacks labels is refused in tests/hugging_face
 def test_a_batch_of_dpo_is_refused_in_a_ring():
     dpo = pytest.importorskip("trl.trainer.dpo_trainer", reason="needs TRL: pip install -e '.[loops]'")
     from ringlab.hugging_face.trainer import InRing

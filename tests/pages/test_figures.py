@@ -116,7 +116,7 @@ def test_a_narrow_picture_is_legible_on_a_phone(name):
     assert figure.bbox.width <= 500  # shown 358 pixels wide: letters of 14.5 pixels are 10 or more
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `make figures` writes it with the picture of its last frame, which is slow
 def test_committed_animation_is_current(tmp_path):
     kv_rotation.save_gif(tmp_path)
     (committed, pauses), (now, pauses_now) = (frames_of(folder / "kv_rotation.gif") for folder in (FOLDER, tmp_path))
