@@ -112,6 +112,17 @@ def test_join_ring_without_torchrun_names_its_command(monkeypatch):
         pass
 
 
+def leaves_its_own(context, status):
+    dist.destroy_process_group()
+    with join_ring("cpu", 1, rank=0, world_size=1, store=dist.HashStore()):
+        sys.exit(status)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(0, "RuntimeError"), (None, "RuntimeError"), (3, "SystemExit")])
+def test_a_rank_that_says_too_early_that_all_is_well_has_failed(ranks, status, kind):
+    assert ranks.outcomes(1, leaves_its_own, status)[0].kind == kind
+
+
 def test_launch_raises_bad_input_as_it_is():
     with pytest.raises(ValueError, match=r"^the answer is 42$"):
         launch(refuse, 2)

@@ -255,7 +255,7 @@ def test_when_a_mistake_shows():
     assert (
         when(*[(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
     )
-    assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (1, 3, 4)]) == "with 3 ranks (right with 1, 4)"
+    assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
     assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
     assert when((causal, WRONG)) == "in every question"

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,6 +237,8 @@ def test_rows_without_the_padding_of_others_are_found():
     one, many = (Job("", Path(), [{"steps": [{"passes": [seen]}]} for seen in of]) for of in jobs)
     whole = whole_numbers(one, many, 0)
     assert (whole.layout, whole.cp, told(whole)) == ("contiguous", 1, [])
+    fewer = replace(whole, ranks=[whole.ranks[0], []], layout="")
+    assert told(fewer) == [("tokens_missing", "3 of 9 tokens are on no rank")]
 
 
 TEXT = torch.arange(8).flip(0)[None]
@@ -296,11 +299,13 @@ FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the e
         "\n  | KeyError: 2",
     ),
     "no word": (["raise SystemExit(1)"], "train.py"),
+    "a PYTHONPATH of the user's": (["import os\nraise ValueError(os.environ['PYTHONPATH'])"], f"{os.pathsep}mine"),
 }
 
 
 @pytest.mark.parametrize("failing", FAILING)
-def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path):
+def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "mine")
     scripts, shown = FAILING[failing]
     files = [tmp_path / f"{rank}" / "train.py" for rank in range(len(scripts))]
     for file, script in zip(files, scripts, strict=True):
@@ -325,6 +330,16 @@ def test_a_weight_that_a_rank_lacks_is_told(tmp_path):
     many.ranks.append(many.ranks[0] | {"rank": 1, "weights": {}})
     with pytest.raises(CannotExamine, match="rank 1 of the second job has no weight weight, as rank 0 has"):
         compare(one, many, None, 1)
+
+
+@pytest.mark.parametrize(("norms", "names"), [((5.0, 5.0), []), ((5.0, 4.0), ["clipped_per_rank"])])
+def test_a_norm_of_another_rank_is_told_though_it_clips_nothing(norms, names, tmp_path):
+    one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
+    torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-weight-1.pt")
+    [step] = many.ranks[0]["steps"]
+    one.ranks[0]["steps"] = [step | {"norm": 5.0}]
+    many.ranks[:] = [many.ranks[0] | {"rank": rank, "steps": [step | {"norm": x}]} for rank, x in enumerate(norms)]
+    assert compare(one, many, None, 1).names == names
 
 
 def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):

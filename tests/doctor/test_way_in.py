@@ -91,12 +91,12 @@ def test_the_folder_of_a_package_is_where_its_file_is_found_from(project, tmp_pa
 
 
 CLAIMS = {  # what a patient says, and the option of the command
-    **{"layouts": (("striped",), "--layout striped"), "causal": ((True,), "--causal"), "worlds": ((5,), "--worlds 5")},
+    **{"layouts": (("striped",), "--layout striped"), "causal": ((True,), "--causal"), "about": ("a", "")},
     **{"dtypes": (("float16",), "--dtype float16"), "tensors": ("sbhd", "--tensors sbhd"), "grouped": (False, "")},
     **{"unequal": (False, "--equal-chunks"), "own_values": (False, "--one-head-dim")},
     **{"gradients": (False, "--forward-only"), "batch": (3, "--batch 3"), "chunk": (10, "--chunk 10")},
     **{"heads": (6, "--heads 6"), "kv_heads": (2, "--kv-heads 2"), "head_dim": (8, "--head-dim 8")},
-    **{"about": ("a", ""), "version": ("1", "")},
+    **{"worlds": ((16,), "--worlds 16"), "version": ("1", "")},
 }
 
 
@@ -212,7 +212,7 @@ REFUSED = [  # a function or its name, what is claimed, and what is said of it
     ("fails:f", {}, r"it raised ZeroDivisionError: division by zero \(fails.py, line 2 in half\)"),
     ("wrong:f", {}, r"it raised SyntaxError: .* \(wrong.py, line 1\)"),
     ("leaves:f", {}, r"it raised SystemExit: 0"),
-    ("json.py:f", {}, "the module json is .*; expected a file of another name"),
+    ("textwrap.py:f", {}, "the module textwrap is .*; expected a file of another name"),
     ("the_ring", {}, r"'the_ring:attention' cannot be imported: .*; expected module:function"),
     ("adapter", {}, "adapter has a constant CASUAL; expected CAUSAL, or another name"),
     (function_of("q, k, v, dropout"), {}, r"f\(q, k, v, dropout\) cannot be .*: missing .* 'dropout'; the doc"),
@@ -254,7 +254,7 @@ def test_what_cannot_be_asked_is_told_what_to_do(project, function, claims, word
         fails="def half():\n    1 / 0\nhalf()",
         wrong="def",
         leaves="import sys; sys.exit(0)",
-        json="",
+        textwrap="",
         adapter="SIZE = 3\nCASUAL = True\ndef attention(q, k, v): return q\n",
     )
     with pytest.raises(ValueError, match=words):

@@ -315,6 +315,19 @@ def conversations_on_rank(context, passing, turns, settings):
     return said
 
 
+def stored_in_short_turns(context):
+    cache = GrowingCache()
+    model = model_of(cache)
+    for _ in range(4):
+        reply(model, cache, [[1, 2]], 1, part=1)
+    return int((cache.at < EMPTY).sum())
+
+
+def test_short_parts_and_turns_fill_all_caches_alike(ranks):
+    """Four texts of two tokens, and three answers of one, which the next turn reads."""
+    assert sorted(ranks(3, stored_in_short_turns)) == [3, 4, 4]
+
+
 @cache
 def alone_after(text, window=None):
     """The answer of one process, which reads everything that was said before at once."""

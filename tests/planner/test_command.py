@@ -349,6 +349,12 @@ def test_evidence_is_of_this_gpu_and_of_keys_and_values():
     assert "12 measured steps of this kind, 5 on this GPU" in plan(f"{LLAMA} --memory 7e10")  # no time rests on it
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
+def test_hosts_agree_before_each_pass_of_a_layer(recompute, passes):
+    of_two = Plan(replace(HOST, hosts=2, cp=16, recompute=recompute))
+    assert f"wait for each other {32 * passes} times" in command.agreements_of(of_two)[0]
+
+
 @pytest.mark.parametrize("words", [f"{LLAMA}", "--help"])
 def test_a_closed_pipe_is_no_traceback(words):
     command = f"{sys.executable} -m ring_planner {words} | true"
@@ -428,6 +434,13 @@ def test_no_options_end_in_a_traceback(seed):
         assert (status == 1) == nothing, words
         assert all("expected" in line for line in lines), (words, lines)
     assert len(seed) / 8 < planned < 7 / 8 * len(seed)
+
+
+def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
+    assert command.request_of(request_options([*LLAMA.split(), "--hosts", "2048"]))[0].gpus == 16_384
+    for name, (bounds, _) in OPTIONS.items():
+        for number in bounds if bounds and not isinstance(bounds[0], str) else ():
+            assert vars(request_options([f"--{name}", str(number)]))[name.replace("-", "_")] == number
 
 
 def test_help_names_every_option():

@@ -393,3 +393,4 @@ def test_the_papers_rules_are_limits_of_this_share():
     assert replace(wide, flops=math.inf, partial=1e-9).share_for_keys == pytest.approx(2 / 16, rel=1e-8)
     hidden = HOSTS * 2 / (2 * 16) * ours.flops / ours.bandwidth / TOKENS
     assert ours.share_for_keys < hidden
+    assert len({*replace(ours, world_size=1).seconds}) == 1  # a rank alone sends nothing

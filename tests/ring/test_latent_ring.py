@@ -354,6 +354,7 @@ REFUSED = [
     (ring_latent_attention, 1, other(L=4), ["the ranks disagree about", "rank 0: ", "L=5"]),
     (ring_latent_attention, 1, other(R=1, D=4), ["the ranks disagree about", "rank 0: ", "R=2"]),
     (ring_latent_attention, 1, other(R=1, D=4, L=4), ["the ranks disagree about", "rank 0: ", "L=5, R=2"]),
+    *((ring_latent_attention, 1, {n: x.requires_grad_()}, ["disagree about gradients"]) for n, x in other().items()),
     (ring_latent_attention, None, {"chosen": keys(6)}, ["chosen has key 6 for the query at 0"]),
     (ring_latent_attention, 1, {"chosen": keys(0, 5), "causal": True}, ["disagree about"]),
     *(

@@ -310,8 +310,8 @@ def from_the_end(seq_len, rank, world_size):
     return torch.arange(world_size - 1 - rank, seq_len, world_size)
 
 
-def reversed_chunks(seq_len, rank, world_size):
-    return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
+def but_rank_0(seq_len, rank, world_size):
+    return from_the_end(seq_len, -rank % world_size, world_size)
 
 
 def qkv(q, k=X, v=X):
@@ -331,7 +331,7 @@ BY_THE_RING = [  # what is given to all of 3 ranks, and what to rank 1 instead; 
     ({"causal": True}, qkv(X[:, :, :2]), ["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]),
     ({"schedule": Alone}, {}, "Alone'>; expected the class of a way"),
     ({"schedule": "ring"}, {}, "schedule is 'ring'; expected the class of a way, such as Ring or"),
-    ({"layout": MINE}, {"layout": Layout("mine", reversed_chunks)}, "positions of the"),
+    ({"layout": MINE}, {"layout": Layout("mine", but_rank_0)}, "positions of the"),
     ({"layout": "striped"}, {"layout": Layout("striped", from_the_end)}, ["layout=striped", "its own"]),
     ({"schedule": Ring}, {"schedule": AllGather}, ["schedule=Ring", "schedule=AllGather"]),
     ({}, {"sinks": torch.zeros(4)}, ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
@@ -349,7 +349,7 @@ BY_OTHERS = [  # a way, its ranks or its mesh; and the same. All ways refuse in 
     ("hybrid", 4, TWO, {}, ["mesh is None", "2 dimensions"]),
     ("double ring", [[2, 3], [0, 1]], TWO, {}, ["mesh is [[2, 3], [0, 1]]", "ranks that rise in"]),
     ("hybrid", [[0, 3, 2, 1]], TWO, {}, ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
-    ("hybrid", [[0, 1, 2, 3]], TWO, {}, ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
+    ("hybrid", (2, 3), TWO, {}, ["among 3 ranks, and 2 query heads", "of 3 x 2, 6 x 1"]),
     ("all-to-all", 4, TWO, {}, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
     ("ring", [[0, 1], [2, 3]], TWO, {}, "mesh is a mesh of shape (2, 2); expected a group or"),
     ("all-gather", [0, 2, 1, 3], TWO, {}, "mesh is [0, 2, 1, 3]; expected ranks that rise"),
