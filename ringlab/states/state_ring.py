@@ -20,7 +20,7 @@ layout each token is a run of its own, which is refused.
 Shapes: as in linear_attention.py, with C = S/P tokens on each of P ranks.
 
     $ python -m ringlab.states.state_ring
-    the gated delta rule on 4 ranks, S = 512, 4 heads of 32: out and gradients, beside token by token
+    the gated delta rule on 4 ranks, S = 320, 4 heads of 32: out and gradients, beside token by token
     ok    hops, contiguous: differs by 9.7e-16
     ...
 
@@ -273,7 +273,7 @@ def main() -> int:
     from ringlab.ring.cases import chunks_of_rank, report_loop
     from ringlab.support.processes import launch
 
-    B, H, S, D, P, ok = 1, 4, 512, 32, 4, True
+    B, H, S, D, P, ok = 1, 4, 320, 32, 4, True
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = torch.randn(4, B, H, S, D, generator=generator, dtype=torch.float64)
     beta, decay = torch.rand(2, B, H, S, generator=generator, dtype=torch.float64)
