@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_doctor.asking.calls import RankResults, under_autocast
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.latent_case import INDEX, LATENTS
+from ring_doctor.asking.latent_case import LATENTS
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import AFTER, LSE, STATE, UNEQUAL, VALUES, Question
 from ringlab.support.processes import Frame
@@ -254,11 +254,11 @@ class Examination:
     def not_asked(self) -> list[str]:
         """What a ring may take and this one was not asked, in words."""
         patient = self.patient
-        may = OF_LATENTS if patient.state in (LATENTS, INDEX) else OF_STATES if patient.state else OF_ATTENTION
+        may = OF_LATENTS if patient.state == LATENTS else OF_STATES if patient.state else OF_ATTENTION
         told = [words for option, words in may.items() if option not in patient.takes]
         claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
         claimed |= {VALUES: patient.own_values or patient.state, "a causal mask": True in patient.causal}
-        claimed |= {"gradients": patient.gradients or patient.state == INDEX}
+        claimed |= {"gradients": patient.gradients}
         return told + [words for words, claim in claimed.items() if not claim]
 
     @property

@@ -43,7 +43,6 @@ def options(patient: Patient, case: Case, inputs: dict[str, Tensor], group: Proc
     more = {name: theirs(patient, x) if name in case.names else x for name, x in inputs.items() if name not in "qkv"}
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
-    given |= {"count": getattr(case, "count", None)}
     given |= {"group": group, "layout": case.layout if callable(layout) else layout, **more}
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,

@@ -1,46 +1,35 @@
-"""A case for a ring of latents, or for an index that chooses keys; and both on paper, rank by rank.
+"""A case for a ring of latents; and such a ring on paper, rank by rank.
 
     f(q, latents, rope_keys, w_k, w_v, ...)          K_h = [w_k[h] c, rope], V_h = w_v[h] c: a w_k marks it
-    f(index_q, index_weights, index_k, count, ...)   I[s, t] = Σ_j w[s, j] relu(q[s, j] · k[t]): a count marks it
 
-A ring with `chosen` is asked for chosen keys too. The positions that an index returns are compared as numbers, in their
-order. Nothing but q has heads, so a ring gets the rest without them.
+A ring with `chosen` is asked for chosen keys too. Nothing but q has heads, so a ring gets the rest without them.
 
 Shapes: q and out (B, H, S, D + R), rope_keys (B, 1, S, R), latents (B, 1, S, L), chosen (B, 1, S, COUNT), w_k
-(H, D, L), w_v (H, L, L), with L = D + R. Of an index: q and out (B, J, S, E), weights (B, J, S, 1), k (B, 1, S, E);
-count is E, and each head of out has the positions (S, E).
+(H, D, L), w_v (H, L, L), with L = D + R.
 
 Before: state_case.py. After: questions.py, which asks; mistakes/latents.py, the steps that go wrong.
-Source: DeepSeek-AI 2024 (V2), equations 9 to 19; DeepSeek-AI 2025 (V3.2), equations 1 and 2.
+Source: DeepSeek-AI 2024 (V2), equations 9 to 19; DeepSeek-AI 2025 (V3.2), for the chosen keys.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.state_case import leaves, right_of, with_gradients
 from ringlab.support.rounding import Right
 
-LATENTS, INDEX = "latents", "index"
+LATENTS = "latents"
 R, COUNT = 2, 3  # numbers of a key that are rotated; chosen keys
 HIDDEN = -1e4  # a score whose weight is 0
 
 
-def kind_of(takes: Mapping[str, Parameter]) -> str:
-    """Which of the two a function with these arguments is; "" for any other."""
-    must = takes.get("count", Parameter("count", Parameter.KEYWORD_ONLY, default=0)).default is Parameter.empty
-    return LATENTS if "w_k" in takes else INDEX if must else ""
-
-
 @dataclass(frozen=True)
 class OneHead:
-    """A function of either kind as f(q, k, v, ...), so that it is asked like a ring."""
+    """A ring of latents as f(q, k, v, ...), so that it is asked like a ring."""
 
     function: Callable[..., Any]
 
@@ -49,33 +38,23 @@ class OneHead:
         return self.function
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        if "count" in options:
-            found = self.function(q, k[..., 0], v[:, 0], **options)
-            return found.sort(dim=-1).values[:, None].expand(-1, q.shape[1], -1, -1).to(q.dtype)
         options |= {"chosen": options["chosen"][:, 0].long()} if "chosen" in options else {}
         return self.function(q, v[:, 0], k[:, 0], **options)
 
 
 @dataclass(frozen=True)
 class LatentCase(Case):
-    """A case for a ring of latents, or with `index` for an index."""
+    """A case for a ring of latents."""
 
-    index: bool = False
     choose: bool = False  # attention to chosen keys
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("q", "weights", "k") if self.index else ("q", "rope_keys", "latents", *["chosen"] * self.choose)
-
-    @property
-    def count(self) -> int:
-        return self.head_dim
+        return ("q", "rope_keys", "latents", *["chosen"] * self.choose)
 
     def whole(self) -> tuple[Tensor, ...]:
         """The inputs, and d_out."""
         q, k, v, d_out = Case.whole(replace(self, kv_heads=1))
-        if self.index:
-            return q, d_out[..., :1], k, d_out
         generator = torch.Generator().manual_seed(self.seed + 1)
         some = torch.rand(self.batch, 1, self.seq_len, self.seq_len, generator=generator) * self.visible()
         best, at = some.topk(min(COUNT, self.seq_len))
@@ -86,14 +65,14 @@ class LatentCase(Case):
     def learned(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed + 2)
         H, D, L = self.heads, self.head_dim - R, self.head_dim
-        shapes = {} if self.index else {"w_k": (H, D, L), "w_v": (H, L, L)}
+        shapes = {"w_k": (H, D, L), "w_v": (H, L, L)}
         return {n: torch.randn(x, generator=generator, dtype=torch.float64).to(self.dtype) for n, x in shapes.items()}
 
     def features(self) -> list[str]:
         return [*["chosen keys"] * self.choose, *super().features()]
 
     def mask(self) -> str:
-        return f"{INDEX if self.index else LATENTS}, {super().mask()}"
+        return f"{LATENTS}, {super().mask()}"
 
     def right(self) -> dict[str, Right]:
         """The right results, and how far rounding may move them."""
@@ -111,7 +90,6 @@ class LatentSteps:
 
     latents: Block = lambda case, rank, x: x
     rope: Block = lambda case, rank, x: x
-    candidates: Callable[[LatentCase, int], Tensor] = lambda case, rank: torch.arange(case.seq_len)  # of an index
     named: Callable[[LatentCase], Tensor] = lambda case: torch.arange(case.seq_len)  # (S,): what a choice calls a token
     at_the_end: Callable[[LatentCase, dict[str, Tensor]], dict[str, Tensor]] = lambda case, results: results
 
@@ -120,10 +98,8 @@ def compute_latents(case: LatentCase, steps: LatentSteps = LatentSteps()) -> dic
     """Every result of a ring with these steps: {name: whole}, float64."""
     inputs, d_out = leaves(case)
     x = dict(zip((*case.names, *case.learned), inputs, strict=True))
-    named, compute = steps.named(case), _choice if case.index else _attention
-    outs = [compute(case, steps, rank, named, x) for rank in range(case.world_size)]
-    if case.index:
-        return {"out": case.join(outs).detach()}
+    named = steps.named(case)
+    outs = [_attention(case, steps, rank, named, x) for rank in range(case.world_size)]
     return steps.at_the_end(case, with_gradients(case, case.join(outs), inputs, d_out))
 
 
@@ -136,14 +112,3 @@ def _attention(case: LatentCase, steps: LatentSteps, rank: int, named: Tensor, x
     k = torch.cat([c @ x["w_k"].mT, rope.expand(-1, case.heads, -1, -1)], dim=-1)
     scores = x["q"][:, :, at] @ k.mT * (case.head_dim**-0.5 if case.scale is None else case.scale)
     return (scores.masked_fill(~seen, HIDDEN).softmax(dim=-1) * seen) @ (c @ x["w_v"].mT)
-
-
-def _choice(case: LatentCase, steps: LatentSteps, rank: int, named: Tensor, x: dict[str, Tensor]) -> Tensor:
-    """(B, J, C, E): for each head the positions that the queries of a rank choose, and -1, in their order."""
-    at, some = case.positions(rank), steps.candidates(case, rank)
-    scores = (x["weights"][:, :, at] * torch.relu(x["q"][:, :, at] @ x["k"][:, :, some].mT)).sum(dim=1, keepdim=True)
-    scores = scores.masked_fill(~case.visible()[at][:, some], -torch.inf)
-    best, by_score = scores.sort(dim=-1, descending=True, stable=True)
-    chosen = named[some[by_score]].masked_fill(best == -torch.inf, -1)[..., : case.count]
-    chosen = pad(chosen, (0, case.count - chosen.shape[-1]), value=-1).sort(dim=-1).values
-    return chosen.double().expand(-1, case.heads, -1, -1)

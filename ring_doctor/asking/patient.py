@@ -11,7 +11,7 @@ An option means what it means in ../../ringlab/ring/flash_ring.py, and has this 
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head
     initial_state  of a state ring (B, H, D, D), what was there before the first token: the same on every rank
     log_decay, g   of a state ring (B, H, C), or k's shape if so claimed; decay is e^log_decay. Its beta is (B, H, C)
-    w_k, w_v, chosen, count    of a ring of latents and of an index, as in latent_case.py
+    w_k, w_v, chosen           of a ring of latents, as in latent_case.py
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, its fields as constants in capitals. A function `setup(context)` is called once on each rank: there
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.case import LAYOUTS, Case
-from ring_doctor.asking.latent_case import INDEX, OneHead, kind_of
+from ring_doctor.asking.latent_case import LATENTS, OneHead
 from ring_doctor.asking.names import by_name, module_named, name_of, portable
 from ring_doctor.asking.state_case import Convolution
 from ringlab.support.expect import expect
@@ -48,7 +48,7 @@ NAMES = {  # an option: the names of it
     "beta": ("beta",),
     "state": ("state", "initial_state", "h0"),
     "weight": ("weight",),
-    **{name: (name,) for name in ("w_k", "w_v", "chosen", "count")},
+    **{name: (name,) for name in ("w_k", "w_v", "chosen")},
 }
 OPTION = {name: option for option, names in NAMES.items() for name in names}
 TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
@@ -72,7 +72,7 @@ class Patient:
     unequal: bool = True  # contiguous chunks may have different lengths
     own_values: bool = True  # V may have a head dim of its own
     gradients: bool = True
-    state: bool | str = False  # state_case.py: True, or "each key" for its decay too; a kind of latent_case.py
+    state: bool | str = False  # state_case.py: True, or "each key" for its decay too; "latents"
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
     heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
@@ -162,11 +162,11 @@ def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any
             function = Convolution(portable(function))
     arguments = arguments_of(name, function)
     takes = {OPTION[argument] for argument in arguments}
-    if kind := kind_of(arguments):
-        few = {"grouped": False, "dtypes": ("float64", "float32"), "gradients": kind != INDEX}
-        function, claims = OneHead(portable(function)), few | claims | {"state": kind}
+    if latents := "w_k" in arguments:
+        few = {"grouped": False, "dtypes": ("float64", "float32")}
+        function, claims = OneHead(portable(function)), few | claims | {"state": LATENTS}
     default: dict[str, Any] = {} if "causal" in takes else {"causal": (False,)}
-    if "layout" not in takes or (claims.get("state") and not kind):
+    if "layout" not in takes or (claims.get("state") and not latents):
         default["layouts"] = ("contiguous", "zigzag") if "layout" in takes else ("contiguous",)
     return Patient(name, portable(function), **default | claims)
 

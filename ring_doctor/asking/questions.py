@@ -1,8 +1,8 @@
 """The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
 
 A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
-a part of the job. Three and four ranks are asked everything, and one rank every option, because its code is another
-one in many rings. Other numbers of ranks are asked the plain questions only.
+a part of the job. Three and four ranks are asked everything, other masks and layouts each, and one rank every option,
+because its code is another one in many rings. Other numbers of ranks are asked the plain questions only.
 
 Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
 answer the others.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.latent_case import INDEX, LATENTS, LatentCase
+from ring_doctor.asking.latent_case import LATENTS, LatentCase
 from ring_doctor.asking.patient import LEAST, Patient, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
 
@@ -221,8 +221,8 @@ def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
 
 
 def _case_of_states(patient: Patient, plain: dict[str, Any]) -> Any:
-    if patient.state in (LATENTS, INDEX):
-        return LatentCase(**plain, index=patient.state == INDEX)
+    if patient.state == LATENTS:
+        return LatentCase(**plain)
     given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
     taps = TAPS if isinstance(patient.function, Convolution) else 0
     return StateCase(**plain, given=given, taps=taps, each_key=patient.state == "each key")

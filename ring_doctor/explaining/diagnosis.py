@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.latent_case import INDEX, LATENTS, LatentCase, LatentSteps, compute_latents
+from ring_doctor.asking.latent_case import LATENTS, LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.questions import BESIDE, KEPT
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
@@ -101,7 +101,7 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     if ways and "without gradients" not in ways:
         return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when)
     state, on_paper = examination.patient.state, _telling(answered)
-    of_kind = latents.MISTAKES if state in (LATENTS, INDEX) else STATES if state else CATALOGUE
+    of_kind = latents.MISTAKES if state == LATENTS else STATES if state else CATALOGUE
     mistakes = of_kind.values()
     found, part = _explain(on_paper, mistakes, progress)
     besides = _besides(found, on_paper, mistakes)

@@ -242,7 +242,7 @@ def _at_the_nearest_scale(wrong: WrongAnswer) -> tuple[float, dict[str, Tensor]]
 
 
 def _another_scale(wrong: WrongAnswer, name: str) -> list[Fact] | None:
-    if not isinstance(wrong.case, LatentCase) or wrong.case.index or "out" not in wrong.answer.wrong:
+    if not isinstance(wrong.case, LatentCase) or "out" not in wrong.answer.wrong:
         return None
     times, results = _at_the_nearest_scale(wrong)
     return [Fact(f"{times:.3g}", "the scale: 1/sqrt(D + R), of all numbers of a key, or scale=", results[name])]

@@ -37,7 +37,6 @@ IN_A_PART = Finding(
 ON_ONE_RANK = "the kernel: scale, softcap, mask, what positions add or turn inside; and at collectives of one rank"
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_LATENTS = "which latents, rotated keys and positions a rank uses, and the gradients that travel or stay"
-OF_INDEX = "the scores of keys, their positions in the whole sequence, and how the best of two blocks merge"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
 LSE_IS_RIGHT = Finding(
     "out is wrong and lse is right, so each query has the right scores",
@@ -90,7 +89,7 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     case = wrong[0].case
     look = OF_TAPS if getattr(case, "taps", 0) else OF_STATES
     if isinstance(case, LatentCase):
-        look = OF_INDEX if case.index else OF_LATENTS
+        look = OF_LATENTS
     return [Finding(f"{listed(bad)} wrong{right}", look)]
 
 

@@ -1,4 +1,4 @@
-"""The mistakes of a ring of latents and of an index. Only these are compared with the answers of such a function.
+"""The mistakes of a ring of latents. Only these are compared with the answers of such a ring.
 
 Shapes: those of asking/latent_case.py.
 
@@ -15,10 +15,6 @@ from ring_doctor.asking.latent_case import LatentCase, LatentSteps
 from ring_doctor.mistakes import but, told
 
 Results = dict[str, Tensor]
-
-
-def own_tokens(steps: LatentSteps, case: LatentCase, rank: int) -> Tensor:
-    return case.positions(rank)
 
 
 def detached_after(hops: int, steps: LatentSteps, case: LatentCase, rank: int, x: Tensor) -> Tensor:
@@ -43,7 +39,6 @@ def times_ranks(names: tuple[str, ...], steps: LatentSteps, case: LatentCase, re
 
 
 CHANGES = {
-    "best_of_the_own_shard": [but(candidates=own_tokens)],
     "chosen_positions_local": [but(named=lambda steps, case: _local(case))],
     "gradient_of_latents_dropped": [
         but(**dict.fromkeys(steps, partial(detached_after, hops)))

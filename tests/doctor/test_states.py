@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.asking.answers import WRONG_RING
 from ring_doctor.asking.examination import examination_of
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.patient import OPTION, patient_of
@@ -15,11 +14,10 @@ from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.assertion import examine
 from ring_doctor.explaining import xray
 from ring_doctor.explaining.diagnosis import diagnose
-from ring_doctor.explaining.inference import OF_INDEX, infer
+from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import latents
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
-from ringlab.ring.chosen_keys import choose_keys
 from ringlab.ring.latent_ring import ring_latent_attention
 from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
 from ringlab.states.short_convolution import ring_short_convolution
@@ -273,25 +271,11 @@ def latents_by_gather(how, q, latents, rope_keys, w_k, w_v, *, causal=False, cho
     return (scores.softmax(dim=-1) * seen) @ (c @ w_v.mT)
 
 
-def index_by_gather(how, index_q, index_weights, index_k, count, causal=True):
-    rank, C = dist.get_rank(), index_q.shape[2]
-    keys = torch.cat([index_k] if how == "own shard" else gathered(index_k), dim=1)
-    at = torch.arange(keys.shape[1]) + (rank * C if how == "own shard" else 0)
-    products = index_q @ keys[:, None].mT
-    scores = (index_weights[..., None] * (products if how == "no relu" else products.relu())).sum(dim=1)
-    scores = scores.masked_fill(at > (torch.arange(C) + rank * C)[:, None], -torch.inf)
-    best, order = scores.sort(dim=-1, descending=True, stable=True)
-    chosen = (at % C if how == "local positions" else at)[order].masked_fill(best == -torch.inf, -1)[..., :count]
-    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=-1)
-
-
 LATENTS = {  # a ring, and the mistake that it has
     "own rope": (latents_by_gather, "rope_of_the_own_block"),
     "gradient dropped": (latents_by_gather, "gradient_of_latents_dropped"),
     "dw": (latents_by_gather, "dw_counted_once_a_rank"),
     "local": (latents_by_gather, "chosen_positions_local"),
-    "own shard": (index_by_gather, "best_of_the_own_shard"),
-    "local positions": (index_by_gather, "chosen_positions_local"),
 }
 
 
@@ -299,9 +283,7 @@ LATENTS = {  # a ring, and the mistake that it has
     ("function", "claims"),
     [
         (ring_latent_attention, {"layouts": ("contiguous", "zigzag", "striped")}),
-        (choose_keys, {"layouts": ("contiguous", "zigzag")}),
         (partial(latents_by_gather, "right"), {"unequal": False}),
-        (partial(index_by_gather, "right"), {"unequal": False, "causal": True}),
     ],
 )
 def test_a_right_ring_of_latents_is_healthy(ranks, function, claims):
@@ -316,12 +298,6 @@ def test_a_wrong_ring_of_latents_is_named(ranks, how):
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
 
 
-def test_a_mistake_of_an_index_without_a_name_is_located(ranks):
-    report = examined(ranks, partial(index_by_gather, "no relu"), (3,), state=False, causal=True, **FEW)
-    assert report.level == WRONG_RING
-    assert [finding.look for finding in infer(report.examination, "none")] == [OF_INDEX]
-
-
 @pytest.mark.parametrize(("how", "times"), [("scale", "1.01"), ("scale of D", "1.41")])
 def test_a_scale_of_latents_is_told(ranks, how, times):
     """An error of 1 % is as small as a rounding to 16 bits; the other is a scale of 1/sqrt(D) for D + R numbers."""
@@ -332,9 +308,7 @@ def test_a_scale_of_latents_is_told(ranks, how, times):
 
 
 OF_LATENTS = [
-    LatentCase(4, 16, True, layout, **kind)
-    for kind in ({}, {"choose": True}, {"index": True})
-    for layout in ("contiguous", "zigzag")
+    LatentCase(4, 16, True, layout, **kind) for kind in ({}, {"choose": True}) for layout in ("contiguous", "zigzag")
 ]
 
 
