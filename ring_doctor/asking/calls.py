@@ -261,14 +261,15 @@ class Noted:
 def noted() -> Iterator[dict[int, str]]:
     """The lines of the user's code that begin a message, while nobody has waited for it."""
     group, begun, numbers = dist.ProcessGroup, dict[int, str](), count()
-    right = {name: getattr(group, name) for name in ("send", "recv")}
-    for name, begin in right.items():
+    kept = {name: vars(group)[name] for name in ("send", "recv")}  # getattr would give functions that bind no group
+    for name in kept:
+        begin = getattr(group, name)
         setattr(group, name, lambda *args, begin=begin: Noted(begin(*args), begun, next(numbers)))
     try:
         yield begun
     finally:
-        for name, begin in right.items():
-            setattr(group, name, begin)
+        for name, method in kept.items():
+            setattr(group, name, method)
 
 
 def own_lines(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
