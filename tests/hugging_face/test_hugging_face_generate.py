@@ -112,8 +112,8 @@ def test_equal_short_and_far_padded_prompts(ranks):
 
 
 def test_padding_needs_no_positions_of_its_own(ranks):
-    """17 tokens are padded to 24 on 4 ranks; the model has 18 positions."""
-    options, prompts, asked = {**NO_DROPOUT, "max_position_embeddings": 18}, prompts_of((17,)), {"max_new_tokens": 2}
+    """18 tokens are padded to 24 on 4 ranks; the model has 18 positions."""
+    options, prompts, asked = {**NO_DROPOUT, "max_position_embeddings": 18}, prompts_of((18,)), {"max_new_tokens": 1}
     right = generated(evaluated("GPT2", options), 0, prompts, **asked)
     check(ranks(4, on_ranks, "GPT2", prompts, asked, "zigzag", options), right)
     words = ["a prompt has 19 tokens", "expected 18 at most"]

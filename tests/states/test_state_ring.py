@@ -295,6 +295,7 @@ OF_STATES = [  # on 4 tokens a rank; of a pair the first is given on the other r
     ({"beta": (torch.ones(2, 2, 4), [0.5])}, ["rank 1: beta is a list; expected a tensor"]),
     ({"v": (torch.zeros(2, 2, 4, 2).double(), None)}, ["rank 1: AttributeError: 'NoneType' object"]),
 ]
+IN_ORDER = ({"step": (1, -1)}, ["different functions", "rank 0: the backward pass of call ", "rank 1: the backward"])
 OF_TAPS = [
     ({"weight": torch.zeros(2, 3)}, ["weight (2, 3)", "expected (B, N, C) and (N, k)"]),
     ({"weight": torch.zeros(3)}, ["weight (3,)", "expected (B, N, C) and (N, k)"]),
@@ -303,6 +304,12 @@ OF_TAPS = [
     ({"x": (torch.zeros(2, 3, 4), 0.5)}, ["rank 1: x is a float; expected a tensor"]),
     ({"bias": (None, torch.zeros(3))}, ["the ranks disagree", "given=['x', 'weight', 'bias']"]),
 ]
+
+
+def two_passes(v, step, **x):
+    outs = [ring_linear_attention(v=v.requires_grad_(), **x)[0] for _ in range(2)]
+    for out in outs[::step]:
+        out.sum().backward()
 
 
 def call(context, function, x, changes):
@@ -315,6 +322,7 @@ def call(context, function, x, changes):
     [
         *((ring_linear_attention, *row) for row in OF_STATES),
         *((ring_short_convolution, *row) for row in OF_TAPS),
+        (two_passes, *IN_ORDER),
     ],
     ids=lambda it: "+".join(it) if isinstance(it, dict) else "",
 )
