@@ -493,13 +493,10 @@ def in_every_order(context, way, problems):
     return found, kernels.misread
 
 
-OTHERS = [("ring", 2), ("ring", 4), ("all-gather", 3), ("all-to-all", 3)]
-
-
-@pytest.mark.parametrize(("way", "P"), [("ring", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)])
-def test_a_plan_fits_every_later_call(ranks, way, P):
-    """Layers of two masks, whose pieces have the same shapes; sinks, head dims of v, and orders in memory."""
-    S, H = 16 * P, 2 * P
+def test_a_plan_fits_every_later_call(ranks):
+    """Layers of two masks, whose pieces have the same shapes; sinks, head dims of v, and orders in memory. Other ways
+    and numbers of ranks are drawn: tests/ways/test_schedules.py."""
+    way, P, S, H = "ring", 3, 48, 6
     full, window = ({"causal": True, "layout": "zigzag", "window": w} for w in (None, S // 2))
     few = [Problem(H, P, S, options, head_dim=8) for options in (full, window)]
     few += [Problem(H, 1, S, window, head_dim=8), replace(few[0], sinks=torch.float32)]

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from ringlab.ring.layouts import positions
-from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
 from ringlab.states import linear_attention as alone
 from ringlab.states import state_ring
 from ringlab.states.short_convolution import ring_short_convolution
@@ -163,14 +161,6 @@ def problems_of(world_size, count=12):
         heads = one_of((2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1))
         dtype = one_of(torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
         yield Problem(seed, S, heads, one_of(True, False), one_of(0, 1, 1, D), options, lengths, dtype)
-
-
-def test_what_an_evaluation_leaves_in_the_cache_serves_a_backward_pass():
-    state_ring.runs_of.cache_clear()
-    with torch.inference_mode():
-        runs = state_ring.runs_of(1.0, Partition(Mask(True, (5, 11)), "contiguous", (8, 8)), 1)
-    assert not runs.since.is_inference()
-    assert not runs.first.is_inference()
 
 
 @pytest.mark.parametrize("P", range(1, 8))
