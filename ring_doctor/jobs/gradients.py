@@ -72,13 +72,13 @@ def factors_of(
 
 
 def eps_of(dtype: str) -> float:
-    return torch.finfo(getattr(torch, dtype.removeprefix("torch."))).eps
+    return torch.finfo(getattr(torch, dtype)).eps
 
 
 def dtypes_of(job: Job) -> list[str]:
     """The dtypes of a job's gradients, and those that its modules and losses computed in: the narrowest first."""
     seen = [part for of_rank in job.ranks for step in of_rank["steps"] for part in (step, *step["passes"])]
-    return sorted({dtype for part in seen for dtype in part["dtypes"]}, key=eps_of, reverse=True)
+    return sorted({dtype.removeprefix("torch.") for part in seen for dtype in part["dtypes"]}, key=eps_of, reverse=True)
 
 
 def pairs_of(one: Job, many: Job) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Two jobs beside each other: are the gradients those of the trusted one, and if not, which mistake is it?
 
-    examine_job(one, many)    ->    Verdict("SICK", "labels_per_shard; rank 0's label ...", names, lines)
+    examine_job(one, many)    ->    Verdict("wrong", "rank 0's label ...", ["labels_per_shard"], lines)
 
 1. Each gradient of each rank, before clipping; the norm that clipping took; the gradients after it.
 2. Where all of them are right, the job is healthy. Else: are the jobs comparable at all? (weights, data, dropout)
@@ -14,7 +14,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +41,28 @@ class Verdict:
     """What is told of two jobs."""
 
     level: str
-    says: str  # after HEALTHY or SICK
+    says: str  # after the names
     names: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def line(self) -> str:
+        """The first one of the report."""
+        return f"{SAID[self.level]}: {'; '.join(filter(None, [' and '.join(self.names), self.says]))}"
+
     def as_json(self) -> dict[str, Any]:
         """The verdict for other programs."""
-        said = {"level": self.level, "verdict": f"{SAID[self.level]}: {self.says}", "mistakes": self.names}
+        said = {"level": self.level, "verdict": self.line, "mistakes": self.names}
         return said | {"remarks": self.lines} | self.numbers
 
     def __str__(self) -> str:
-        lines = [f"{SAID[self.level]}: {self.says}", *(f"  {line}" for line in self.lines)]
+        lines = [self.line, *(f"  {line}" for line in self.lines)]
         return "\n".join(lines + explained([MISTAKES[name] for name in self.names if name in MISTAKES]))
 
 
 def sick(says: str, *names: str) -> Verdict:
-    return Verdict(WRONG_RING, " and ".join(names) + ("; " if names and says else "") + says, list(names))
+    return Verdict(WRONG_RING, says, list(names))
 
 
 def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[str] = (), layout: str = "") -> Verdict:
@@ -84,11 +89,10 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
             verdict.lines += [after] if step and not calls else []
             break
     if verdict and of_loss:
-        said = verdict.says.removeprefix(" and ".join(verdict.names)).removeprefix("; ")
-        verdict = replace(sick(said, *verdict.names, *of_loss.names), lines=verdict.lines)
+        verdict.names += of_loss.names
     if not verdict and not of_loss:
         coarse, which = max(found.allowed.values()), "step 1" if steps == 1 else f"steps 1 to {steps}"
-        hidden = f"in {dtypes_of(one)[0].removeprefix('torch.')}, rounding may change a gradient by {coarse:.0%}"
+        hidden = f"in {dtypes_of(one)[0]}, rounding may change a gradient by {coarse:.0%}"
         if coarse > (COARSE if calls else TOO_COARSE):  # a function can be asked in float64
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
         seen = [of["steps"][n] for of in one.ranks for n in range(steps)]
@@ -184,14 +188,12 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
         return sick(f"every gradient is {times} times the right one: {look}")
     if not seen and eps_of(narrow := dtypes_of(many)[0]) > eps_of(dtypes_of(one)[0]):
         raise CannotExamine(f"only the second job computes in {narrow}; expected the same dtypes, or autocast, in both")
-    where = _first_module(one, many, step, max(found.allowed.values()))
+    where = _first_module(one, many, whole, step, max(found.allowed.values()))
     sent = max((n for of in many.ranks for one_pass in passes(of, step) for _, n in one_pass["messages"]), default=0)
     shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
     compiles = any(of["steps"][step]["compiles"] for of in many.ranks)  # then messages may be in a graph
     if where and whole.cp > 1 and sent < 2 * shard and not compiles:
-        seen.append(
-            ("ring_not_called", "the forward pass sends no message of torch.distributed with numbers of each token")
-        )
+        seen.append(("ring_not_called", "torch.distributed sends no numbers of each token in the forward pass"))
     if where and not seen and (lost := [key for key in _lost(one, many, step) if APART.search(key)]):
         seen.append(("documents_lost", f"the model gets no {lost[0]}, as that of the first job does"))
     if seen:
@@ -243,8 +245,11 @@ def _mean_of_means(one: Job, many: Job, step: int) -> list[tuple[str, str]]:
     return []
 
 
-def _first_module(one: Job, many: Job, step: int, allowed: float) -> str:
+def _first_module(one: Job, many: Job, whole: Whole, step: int, allowed: float) -> str:
     """The first module, by the end of its call, whose outputs on all ranks together are no multiple of the right."""
+    text, asked = (sum(len(x.tokens) for x in of) for of in (whole.text, [x for of in whole.ranks for x in of]))
+    if text and asked % text:
+        return f"the jobs pad to other lengths ({text} and {asked} tokens), so outputs of modules were not compared"
     sums: dict[str, float] = {}
     for seen in many.ranks:
         for name, x in seen["steps"][step]["modules"]:
@@ -300,8 +305,7 @@ def examine_job(
         how: dict[str, Any] = {"steps": steps, "seconds": seconds, "tell": progress}
         first = run_job(one, Path(home, "one"), **how)
         second = run_job(many, Path(home, "many"), **how)
-        unit = dtypes_of(first)[0].removeprefix("torch.")
-        moved = None if exact else run_job(one, Path(home, "moved"), **how, move=unit)
+        moved = None if exact else run_job(one, Path(home, "moved"), **how, move=dtypes_of(first)[0])
         return compare(first, second, moved, steps)
 
 

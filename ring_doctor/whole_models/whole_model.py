@@ -104,7 +104,7 @@ def examine_model(
             raise CannotExamine(f"two calls on one process return different results; expected {EXPECTED}")
         if len(calls) > 2 and not _changes(one, 0, 2):
             raise CannotExamine("targets= has no effect on the gradients; expected it to take the place of text[:, 1:]")
-        moved = run(1, dtypes_of(one)[0].removeprefix("torch."))
+        moved = run(1, dtypes_of(one)[0])
         for P in WORLDS:
             try:
                 many = run(P)

@@ -38,7 +38,6 @@ GRADS, BY = "[x.grad for x in model.parameters()]", f"torch.nn.utils.clip_grads_
 WRAPPED = "wrapped = model\n"
 DDP = "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
 TWICE = ("loss.backward()", "(loss / 2).backward(retain_graph=True)\n    (loss / 2).backward()")
-BEHIND = f"{SUM}    one = model.head.weight.grad\n"
 ZERO = """\
     own = list(model.parameters())[rank::P]
     for n, weight in enumerate(model.parameters()):
@@ -66,12 +65,8 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         "gradients_not_reduced; 3 of 12 weights",
     ),
     "one weight is summed twice": (
-        [(SUM, f"{BEHIND}    dist.all_reduce(one)\n")],
+        [(SUM, f"{SUM}    dist.all_reduce(model.head.weight.grad)\n")],
         "gradients_times_p; 1 of 12 weights, head.weight, × 3",
-    ),
-    "one weight of one rank": (
-        [(SUM, f"{BEHIND}    one[0] *= -1 if rank == 1 else 1\n")],
-        "1 of 12 gradients are wrong on rank 1 only (head.weight)",
     ),
     "no gradient on a rank": (
         [(SUM, f"{SUM}    if rank == 1:\n        model.head.weight.grad = None\n")],
@@ -102,7 +97,6 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         [(RING, f"(k.register_hook(lambda x: -x), {RING})[1]")],
         "; a backward pass meets layers.0.wk.weight first",
     ),
-    "doubled floats": ([(CALL, "wrapped(tokens, 2.0 * at.double())")], "; the model gets no Transformer.at, as"),
     "rotated once more": (
         [(RING, RING.replace("(q, k", "(rotary(q, AT), rotary(k, AT)")), (AT, f"{AT}    global AT\n    AT = at\n")],
         "with another output is layers.0",
@@ -192,7 +186,7 @@ def test_a_mistake_is_named(ask, trusted, mistake):
     edits, says = MISTAKES[mistake]
     found = compare(trusted[0], ask(edits, P), trusted[1], 1)
     assert found.level == WRONG_RING
-    assert says in found.says
+    assert says in found.line
 
 
 @pytest.mark.parametrize("change", [*HEALTHY, *(pytest.param(job, marks=pytest.mark.exhaustive) for job in LONGER)])
@@ -265,6 +259,12 @@ def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
     assert f"the model gets no Model.{lost}, as that of the first job does" in found.says
 
 
+def test_outputs_with_other_padding_are_not_compared(tmp_path):
+    many = small_job(tmp_path / "many", 2.0, numbers={"embedding 0": F.pad(TEXT, (0, 2))})
+    found = compare(small_job(tmp_path / "one", 1.0), many, None, 1)
+    assert found.says.startswith("the jobs pad to other lengths (8 and 10 tokens), so outputs of modules were not comp")
+
+
 def test_a_narrower_dtype_in_the_second_job_is_told(tmp_path):
     many = small_job(tmp_path / "many", 1.01, dtypes=["torch.float64", "torch.bfloat16"])
     with pytest.raises(CannotExamine, match=r"only the second job computes in .*bfloat16"):
@@ -299,7 +299,6 @@ FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the e
         ["raise ValueError(1)", "import ring_doctor_recorder\nring_doctor_recorder.seen = 0\nraise KeyError(2)"],
         "\n  | KeyError: 2",
     ),
-    "no word": (["raise SystemExit(1)"], "train.py"),
     "a PYTHONPATH of the user's": (["import os\nraise ValueError(os.environ['PYTHONPATH'])"], f"{os.pathsep}mine"),
 }
 
