@@ -360,6 +360,10 @@ MODELS = {  # what is given to use_ring
         lambda rank: in_use(where=ContextParallel(layout="contiguous"), layout="striped"),
         "the layout and the way in one place",
     ),
+    "two ways": (
+        lambda rank: use_ring(model_of("Llama", {}), ContextParallel(), way=Hybrid),
+        "the layout and the way in one place",
+    ),
     "a way that is none": (lambda rank: in_use(where=ContextParallel(way="ring")), "way is 'ring'; expected the class"),
     "a way of a mesh": (lambda rank: in_use(where=ContextParallel(way=Hybrid)), "mesh is None; expected 2 dimensions"),
     "a mesh of two": (lambda rank: in_use(where=ContextParallel(mesh_of((3, 1)))), "a mesh of one dimension: a double"),
@@ -487,7 +491,7 @@ class WithMore(transformers.LlamaForCausalLM):
         if how == "without a value":
             out.loss = out.loss + of_tokens - of_tokens.detach()
         if how == "told":
-            out.loss = out.loss + extra_loss(self, of_tokens, of_weights)
+            out.loss = out.loss + extra_loss(self, of_tokens, of_weights / 2) + extra_loss(self, 0.0, of_weights / 2)
         return out
 
 
@@ -607,9 +611,15 @@ def test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank(ranks, table):
 
 
 def lora_later(context, ring):
-    """Adapters that are added after use_ring: the model is proved once more."""
+    """Adapters that are added after use_ring: the model is proved once more. stop_ring takes the hooks of all."""
     pytest.importorskip("peft", reason=MISSING["trl"])
-    return taken(ring, adapted(in_use() if ring else model_of("Llama", {}), "Lora", **Q), batch_of())
+    model = adapted(in_use() if ring else model_of("Llama", {}), "Lora", **Q)
+    results = taken(ring, model, batch_of())
+    if ring:
+        use_ring(model)
+        stop_ring(model)
+        assert hooks_of(model) == 0
+    return results
 
 
 def more_that_is_told(context, ring):

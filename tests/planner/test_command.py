@@ -437,7 +437,8 @@ def test_no_options_end_in_a_traceback(seed):
 
 
 def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
-    assert command.request_of(request_options([*LLAMA.split(), "--hosts", "2048"]))[0].gpus == 16_384
+    most = [*LLAMA.split(), "--hosts", "2048", "--nics", "8"]
+    assert command.request_of(request_options(most))[0].gpus == 16_384
     for name, (bounds, _) in OPTIONS.items():
         for number in bounds if bounds and not isinstance(bounds[0], str) else ():
             assert vars(request_options([f"--{name}", str(number)]))[name.replace("-", "_")] == number
