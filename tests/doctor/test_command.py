@@ -17,6 +17,7 @@ import ring_doctor.__main__ as command
 from ring_doctor import examine
 from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG
 from ring_doctor.options import parse
+from ring_doctor.report import page
 from tests.commands import ROOT, ends_soon, wait_for
 from tests.doctor.examined import on_these
 from tests.wrong import odd_patients
@@ -85,8 +86,16 @@ def test_a_sick_ring_on_the_terminal_in_json_and_on_the_page(ranks, tmp_path, ca
     assert not re.search(r"\s(src|href)=.(?!#)", text)
     assert f"<title>ring doctor: {HERE}:own_chunk</title>" in text
     assert text.count("<tr>") == 1 + len(said["answers"])
-    assert "\n".join(map(escape, others)) in text
+    assert "    rank 0   ok       missing  missing" in text
     assert ("<svg" in text) == (find_spec("matplotlib") is not None)
+
+
+def test_a_page_shows_every_letter():
+    answer = {"state": WRONG, "question": "<question>", "found": "<found>"}
+    said = {"name": "<lambda>", "verdict": "a < b", "healthy": False, "torch": "2", "answers": [answer]}
+    shown = page(said, "a < b\nby <class 'int'>")
+    for words in ("<question>", "<found>", "<lambda>", "a < b", "by <class 'int'>"):
+        assert (escape(words) in shown, words in shown) == (True, False)
 
 
 def test_the_signals_that_end_it_exit_with_their_number(monkeypatch):
