@@ -6,7 +6,6 @@
     memory     the peak of a rank, beside the planner's count
     overlap    the ring on several GPUs: the hidden share of its messages, with and without priority for their kernels;
                its speed as a share of P times one GPU's
-    states     the ring of states, beside one process
     machine    FLOP/s of attention and bytes/s of memory, beside the planner's preset: --flops of `ring-plan`
 
 Each line is printed as soon as it is known. Three ranks share the GPU where there are fewer than three. Without a CUDA
@@ -48,9 +47,6 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.overlap import arriving_blocks
-from ringlab.states.linear_attention import linear_attention
-from ringlab.states.state_ring import WAYS, ring_linear_attention
-from ringlab.support.agreement import agree
 from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import laps
@@ -76,7 +72,6 @@ class Sizes:
     model: dict[str, int]
     tokens: int  # of the model
     layer: tuple[int, int, int, int]  # H, G, D and tokens of a rank: memory, overlap, machine
-    states: tuple[int, int, int]  # S, H and D
 
 
 LLAMA = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -91,7 +86,6 @@ ON = {
         model=LLAMA,
         tokens=16_384,
         layer=(32, 8, 128, 16_384),
-        states=(4096, 16, 128),
     ),
     "cpu": Sizes(
         head_dims=(8, 24),
@@ -100,7 +94,6 @@ ON = {
         model=TINY,
         tokens=48,
         layer=(4, 2, 8, 48),
-        states=(48, 2, 8),
     ),
 }
 
@@ -301,24 +294,6 @@ def overlap(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     yield f"the ring on {P}", True, says + "".join(f"; {name} {1000 * s:.1f} ms" for name, s in seen.items())
 
 
-def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
-    """Both passes of a gated delta rule, of the whole sequence on rank 0, and by each way on all ranks."""
-    (S, H, D), P, generator = sizes.states, context.world_size, torch.Generator().manual_seed(0)
-    q, k, v, d_out = torch.randn(4, 1, H, S, D, generator=generator).to(context.device)
-    beta, decay = torch.rand(2, 1, H, S, generator=generator).to(context.device)
-    whole = [q, k / k.norm(dim=-1, keepdim=True), v, (0.9 + 0.1 * decay).log(), beta, d_out]
-
-    def mine(x: Tensor) -> Tensor:
-        return shard(x, "contiguous", context.rank, P)
-
-    chunks, alone = [mine(x) for x in whole], partial(with_gradients, lambda *x: linear_attention(*x)[0], *whole)
-    seconds, rights = typical(context, alone if context.rank == 0 else lambda: None), [mine(x) for x in alone()]
-    for way in WAYS:
-        work = partial(with_gradients, lambda *x, way=way: ring_linear_attention(*x, way=way)[0], *chunks)
-        speed, off = seconds / typical(context, work), max(agree(partial(apart, work(), rights)))
-        yield f"{way}, S = {S:,}, H = {H}", off < 1e-4, f"{off:.1e} from one process; {speed:.2f} of its speed"
-
-
 def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     (H, G, D, C), layer = sizes.layer, AttentionLayer(*sizes.layer[:3])
     q, k, v, d_out = random_inputs(context.device, "bfloat16", H, G, C, C, D)
@@ -360,7 +335,6 @@ PARTS: dict[str, Callable[..., Iterator[Row]]] = {
     "model": model,
     "memory": memory,
     "overlap": overlap,
-    "states": states,
     "machine": machine,
 }
 ALONE = ("kernels", "ring", "model", "machine")  # one rank is enough

@@ -96,8 +96,6 @@ BELOW = {  # pages that stand below a page in the contents
 }
 # What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
 LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
-# In place of `<!-- puzzles -->` in README: on the site, and by hand where the site has an address.
-NOTHING_TO_INSTALL = {"en": ", or [puzzles]({}): nothing to install", "zh_CN": "，或[谜题]({})：无需安装"}
 
 
 def codespace(repository: str) -> str:
@@ -126,9 +124,7 @@ def readme(language: str) -> str:
     else:
         text = (ROOT / f"docs/README.{folder(language)}.md").read_text().replace("[English](../README.md)\n\n", "")
         text = re.sub(r"\]\((?!https?:|#)", "](docs/", text).replace("](docs/../", "](")
-    link = NOTHING_TO_INSTALL[language]
-    by_hand = re.escape(link).replace(re.escape("{}"), "[^)]*")
-    return re.sub(f"<!-- puzzles -->|{by_hand}", link.format("book/pages/solve.md"), text)
+    return text
 
 
 def stage(language: str) -> Path:

@@ -11,9 +11,8 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
-from book import contents
 from book.conftest import READY, SITE
-from book.contents import LANGUAGES, NOTHING_TO_INSTALL, REPOSITORY, ROOT, codespace, readme
+from book.contents import REPOSITORY, codespace
 
 AXE = Path(find_spec("axe_playwright_python").origin).parent / "axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
@@ -171,18 +170,6 @@ def test_a_page_does_what_it_is_asked(watched, play):
 )
 def test_the_address_that_opens_a_codespace(repository, opens):
     assert codespace(repository) == opens
-
-
-def test_readme_leads_to_the_puzzles_of_this_site(tmp_path, monkeypatch):
-    """Whether it knows the site's address already or not."""
-    before = [readme(language) for language in LANGUAGES]
-    (tmp_path / "docs").mkdir()
-    for language, name in (("en", "README.md"), ("zh_CN", "docs/README.zh-CN.md")):
-        link = NOTHING_TO_INSTALL[language].format("https://someone.github.io/ring/solve.html")
-        (tmp_path / name).write_text((ROOT / name).read_text().replace("<!-- puzzles -->", link))
-    monkeypatch.setattr(contents, "ROOT", tmp_path)
-    assert [readme(language) for language in LANGUAGES] == before
-    assert all("](book/pages/solve.md)" in text for text in before)
 
 
 def test_the_film_fits_the_window_and_stands_still_for_who_asks(watched):

@@ -12,7 +12,6 @@ import torch
 from bench import gpu, pages, peers, record
 from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_backward
-from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.processes import LostRank, RankContext
 from tests.commands import ROOT, run
 
@@ -30,7 +29,7 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch, capsys):
 def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkeypatch, capsys):
     made, called = set(), []
     answers = {"kernels": [("D 8", False, "off")], "memory": LostRank("rank 1 died", {}), "ring": ValueError("x")}
-    answers["states"] = LostRank("no answer", {}, [2])
+    answers["overlap"] = LostRank("no answer", {}, [2])
 
     class Pool:
         """Stands for `Ranks`: notes how it was made and called, and answers as the test says."""
@@ -52,13 +51,13 @@ def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkey
     monkeypatch.setattr(gpu, "Ranks", Pool)
     found = list(gpu.examined("cuda", 3, SMALL))
     assert made == {(1, "cuda"), (3, "cuda")}
-    parts = {1: ("kernels", "ring", "model"), 3: ("memory", "overlap", "states")}
+    parts = {1: ("kernels", "ring", "model"), 3: ("memory", "overlap")}
     in_order = [(ranks, part) for ranks in parts for part in parts[ranks]]
     assert called == [*in_order, (1, "machine"), "stop", "stop"]
     assert [part for part, (_, right, _) in found if right is False] == ["kernels", "ring", "memory"]
     printed = capsys.readouterr().out
     assert "WRONG memory: all of it: it failed: rank 1 died" in printed
-    assert "LATE  states: all of it: not done in time: no answer" in printed
+    assert "LATE  overlap: all of it: not done in time: no answer" in printed
     monkeypatch.setattr(gpu, "SECONDS", -1.0)
     late = {row[1:] for _, row in gpu.examined("cuda", 3, SMALL)}
     assert late == {(None, "not done in time: not begun, because -1 s are over")}
@@ -79,7 +78,6 @@ COMPUTES = {  # what each part computes with; for the model, the model
     "model": "bench.gpu.deepcopy",
     "memory": "bench.gpu.ring_flash_attention",
     "overlap": "bench.gpu.arriving_blocks",
-    "states": "bench.gpu.linear_attention",
 }
 
 
@@ -217,12 +215,7 @@ def half_of_dk(*given, **options):
     return d_q, d_k / 2, d_v
 
 
-def too_large(*given, **options):
-    out, state = ring_linear_attention(*given, **options)
-    return 1.001 * out, state
-
-
-@pytest.mark.parametrize("part", ["ring", "model", "states"])
+@pytest.mark.parametrize("part", ["ring", "model"])
 def test_wrong_gradients_of_a_ring_are_seen(monkeypatch, alone, part):
     """Those of k. The loss of a model that was never trained would be the same without any attention."""
     if part == "model":
@@ -231,7 +224,6 @@ def test_wrong_gradients_of_a_ring_are_seen(monkeypatch, alone, part):
     monkeypatch.setattr(gpu, "peak", lambda context, work: 1)
     assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {True}
     monkeypatch.setattr(flash_ring, "fused_backward", half_of_dk)
-    monkeypatch.setattr(gpu, "ring_linear_attention", too_large)
     assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {False}
 
 
@@ -260,10 +252,10 @@ def test_what_was_run_on_a_gpu_is_kept_and_its_page_shows_each_row(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("states", ("hops", False, f"of {how[:2]}"))]))
+    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("overlap", ("hops", False, f"of {how[:2]}"))]))
     assert gpu.main([]) == 1
     assert [row["says"] for row in record.load("gpu")["rows"]] == ["of ('cuda', 3)"]
     page = pages.of_results("# All\n")
     assert "## gpu" in page
-    assert "| states | hops | **WRONG** | of ('cuda', 3) |" in page
+    assert "| overlap | hops | **WRONG** | of ('cuda', 3) |" in page
     assert pages.of_results(page) == page
