@@ -257,16 +257,18 @@ def ring_linear_attention(
     runs = agree_on_runs("ring_linear_attention", (q, k, v), inputs, scale, group, check, documents, layout)
 
     x, h = checked
-    if documents is not None:  # a token that begins a document forgets everything before it
-        x = x._replace(log_decay=x.log_decay.masked_fill(runs.first[:, None], -torch.inf))
-    none = [None] * len(runs.mine)
-    parts = zip(*(none if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)  # the inputs of each run
-    reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)  # maps of its chunks
-    states = HandOn.apply(WAYS[way], runs, group, h, *(y for run in changes for y in run))  # (B, H, n, D, Dv)
-    outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
-    last = Map(*(y[:, :, -1] for y in changes[-1]))
-    out = torch.cat(outs, dim=2).to(q.dtype)
-    return out, last(states[-1][:, :, -1]) if runs.chain[-1] == members(group)[0] else None
+    with torch.autocast(q.device.type, enabled=False):  # it would compute states in 16 bits
+        if documents is not None:  # a token that begins a document forgets everything before it
+            x = x._replace(log_decay=x.log_decay.masked_fill(runs.first[:, None], -torch.inf))
+        none = [None] * len(runs.mine)
+        of_runs = zip(*(none if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)
+        maps = [in_chunks(Inputs(*of_run), runs.scale) for of_run in of_runs]  # of its chunks
+        reads, changes = zip(*maps, strict=True)
+        states = HandOn.apply(WAYS[way], runs, group, h, *(y for run in changes for y in run))  # (B, H, n, D, Dv)
+        outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
+        last = Map(*(y[:, :, -1] for y in changes[-1]))
+        out = torch.cat(outs, dim=2).to(q.dtype)
+        return out, last(states[-1][:, :, -1]) if runs.chain[-1] == members(group)[0] else None
 
 
 def main() -> int:

@@ -590,8 +590,8 @@ def any_call(P, program, random):
         options = {"layout": "contiguous" if contiguous else "zigzag", "way": it["way_of_states"]}
         told = {"documents": mask.get("documents"), "scale": it["scale"]}
         options |= {name: x for name, x in told.items() if x}
-        kinds = {"options": options, "delta": it["delta"], "dtype": it["dtype"]}
-        call = Call(way, where, OutAlone(it["seed"], S, **kinds), "graph" if mode == "autocast" else mode)
+        dtype = torch.bfloat16 if mode == "autocast" else it["dtype"]
+        call = Call(way, where, OutAlone(it["seed"], S, options=options, delta=it["delta"], dtype=dtype), mode)
     else:
         options = {**mask, "layout": it["layout"], "scale": it["scale"]}
         kinds = {"dtype": it["dtype"], "sinks": it["sinks"], "batch": it["batch"], "seed": it["seed"]}
@@ -722,7 +722,7 @@ def run_functions(ranks, P, steps):
 
 
 @pytest.mark.slow
-@few_or_many(100, 1200)
+@few_or_many(104, 1200)
 def test_no_call_remembers_another(ranks, programs):
     """On 4 ranks, of which a call takes 2, 3 or all."""
-    assert_programs(partial(any_call, 4), programs, partial(run_functions, ranks, 4))
+    assert_programs(partial(any_call, 4), programs, partial(run_functions, ranks, 4), steps=8)
