@@ -298,7 +298,7 @@ def other_memories(context, forgets):
     found += [list(agree(lambda: context.rank)), list(agree(lambda: min(context.rank, 1)))]
     with mock.patch.object(agreement, "MANY", 3):
         for fact in range(9):
-            agree(lambda fact=fact: fact)
+            agree(lambda fact=fact: (fact, context.rank))
         assert len(inbox_of_job().known) <= 3 + 2
     return [*found, list(agree(lambda: context.rank))]
 
