@@ -175,14 +175,21 @@ def _explain(
     for names in parts:
         searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _on_some_ranks)
         for some, search in searches:
+            if not _is_clear(some, names):
+                continue
             how = search.__name__.strip("_").replace("_", " ")
             progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}, {how}")
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
                 found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
                 return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
-    found = under_a_condition(entries, usual, parts[0], most=True)
+    found = under_a_condition(entries, usual, parts[0], most=True) if _is_clear(usual, parts[0]) else []
     return found, f"what is wrong {found[0].condition}" if found else ""
+
+
+def _is_clear(answers: list[WrongAnswer], names: tuple[str, ...]) -> bool:
+    """Whether a wrong result can be told from the right one; else every entry would fit."""
+    return any(each.clear(name) for each in answers for name in names if name in each.answer.wrong)
 
 
 def _besides(
