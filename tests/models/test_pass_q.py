@@ -267,7 +267,7 @@ def test_a_call_that_does_not_fit_is_refused_on_every_rank_before_anything_trave
         assert_refused(ranks, 3, words, call_refused, change)
 
 
-ANSWER = 4
+ANSWER = 3
 
 
 def model_of(attention):
@@ -360,7 +360,7 @@ SETTINGS += [
 
 
 @pytest.mark.parametrize(("P", "passing", "settings"), SETTINGS)
-@few_or_many(22, 100)
+@few_or_many(30, 100)
 def test_no_conversation_remembers_another(ranks, P, passing, settings, programs):
     assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing, **settings), steps=5)
 
