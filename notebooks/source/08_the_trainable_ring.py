@@ -152,7 +152,7 @@ print_source(ring.Ring.backward)
 # A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, gradients or none, mask and
 # layout: a hash of bytes, for Python's hash of a text differs between processes. One `all_reduce` finds the largest and the smallest. If
 # they differ, every rank raises the error. A GPU waits for the `all_reduce`. When your calls cannot differ, leave out its line, the line before, and
-# `or both.sum() != 0`. The sums are float32 at least, also under autocast.
+# `or sum(both)`. The sums are float32 at least, also under autocast.
 
 # %%
 print_source(ring.ring_attention)

@@ -303,5 +303,5 @@ print(check_what_is_refused(my_refused))
 # </details>
 #
 # Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. [The
-# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. Next: [13
+# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. The track *train* ends here. The next chapter: [13
 # · documents and windows](13_documents_and_windows.ipynb).

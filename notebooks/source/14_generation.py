@@ -269,4 +269,4 @@ print(check_bytes_of_a_token(my_bytes))
 # </details>
 #
 # Open [`generate.py`](../ringlab/models/generate.py) now: the spread cache and its one merge. Run it: `python -m ringlab.models.generate`.
-# Next: [15 · rings that were wrong](15_rings_that_were_wrong.ipynb).
+# The track *use* ends here. The next chapter: [15 · rings that were wrong](15_rings_that_were_wrong.ipynb).

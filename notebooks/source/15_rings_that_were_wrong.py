@@ -322,7 +322,7 @@ assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 1, 2,
 # ## A real ring
 #
 # The doctor does not read code. It calls your function on 1 to 5 real processes, and compares the answers with those of
-# every entry: `ring-doctor my_package.ring:attention` ([what it prints](../README.md)). In a test, write
+# every entry: `ring-doctor my_package.ring:attention` ([what it prints](../README.md#you-have-a-ring-already-let-the-doctor-see-it)). In a test, write
 # `ring_doctor.assert_ring(attention)`. Write a ring of your own in the [workshop](your_ring/your_ring.ipynb), and see it
 # examined after each step.
 #
@@ -402,5 +402,5 @@ print(check_new_mistake(my_mistake))
 #
 # Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces.
 # [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor found in public rings:
-# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next: [16 · the other ways
+# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). The track *check* ends here. The next chapter: [16 · the other ways
 # round](16_the_other_ways_round.ipynb).

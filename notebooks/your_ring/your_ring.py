@@ -152,4 +152,4 @@ step(6, "my_ring.py")
 
 # %% [markdown]
 # You have a ring that trains. Compare it with [one solution](../../trainable_ring.py), and with [`flash_ring.py`](../../ringlab/ring/flash_ring.py), which adds a fused kernel, documents and
-# windows. The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).
+# windows. The whole examination is often done in a minute: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).
