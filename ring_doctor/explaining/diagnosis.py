@@ -166,30 +166,23 @@ def _explain(
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     wrong = {name for answer in usual for name in answer.answer.wrong}
-    if wrong.isdisjoint(EVERYTHING):  # as dsinks: no entry says what it is
-        return [], ""
+    clear = {name for answer in usual for name in answer.answer.wrong if answer.clear(name)}
     right = tuple(name for name in EVERYTHING if name not in wrong)
     parts = [EVERYTHING, *(part + right for part in PARTS if set(part) < wrong)]
     if any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD):
         parts = [FORWARD, ("out",)]
+    parts = [names for names in parts if not clear.isdisjoint(names)]  # else any entry fits
     for names in parts:
         searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _on_some_ranks)
         for some, search in searches:
-            if not _is_clear(some, names):
-                continue
             how = search.__name__.strip("_").replace("_", " ")
             progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}, {how}")
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
                 found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
                 return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
-    found = under_a_condition(entries, usual, parts[0], most=True) if _is_clear(usual, parts[0]) else []
+    found = under_a_condition(entries, usual, parts[0], most=True) if parts else []
     return found, f"what is wrong {found[0].condition}" if found else ""
-
-
-def _is_clear(answers: list[WrongAnswer], names: tuple[str, ...]) -> bool:
-    """Whether a wrong result can be told from the right one; else every entry would fit."""
-    return any(each.clear(name) for each in answers for name in names if name in each.answer.wrong)
 
 
 def _besides(
