@@ -10,17 +10,17 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from figures import FOLDER, kv_rotation, measured, planned, timelines
+from figures import FOLDER, kv_rotation, measured, timelines
 from ringlab.support import drawing
 
 
 def pictures(names: str) -> dict[str, Callable[[], drawing.Picture]]:
     """By name: the function of this name, or `draw` of the file of this name."""
-    charts = vars(kv_rotation) | vars(measured) | vars(planned) | vars(timelines)
+    charts = vars(kv_rotation) | vars(measured) | vars(timelines)
     return {name: charts[name] if name in charts else import_module(f"figures.{name}").draw for name in names.split()}
 
 
-PAGES = pictures("kv_rotation message_order flat_ring scoreboard")  # their SVG
+PAGES = pictures("kv_rotation message_order scoreboard")  # their SVG
 CHAPTERS = pictures(  # chapters draw them
     "running_softmax memory  ring_timeline gradients_home overlap_timeline causal_layouts "
     "backward_timeline overlap_threshold slow_hop max_context token_loss mesh "

@@ -15,24 +15,20 @@
 # - write the schedule of a [double ring](../docs/glossary.md#double-ring), in which a slow [hop](../docs/glossary.md#hop) has the time
 #   of many [rounds](../docs/glossary.md#round),
 # - say which way is the fastest between hosts, and why,
-# - say what a whole training step spends its seconds and its bytes on.
+# - read a plan: what a whole training step spends its seconds and its bytes on.
 #
-# Track *plan*. Before it: chapters 9 and 16. 22 minutes to read, 10 for the exercises.
+# Track *plan*. Before it: chapters 9 and 16. 18 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
-from dataclasses import replace
-
 import torch
 
 from figures import double_ring as picture
-from figures.planned import flat_ring
 from notebooks.source.checks.kernels_and_wires import check_block, check_blocks_of_a_nic
 from notebooks.source.show import print_source
 from ring_planner import command
 from ring_planner.hidden_communication import block_flops, hop_bytes, ring_seconds
-from ring_planner.plan import Plan
-from ring_planner.presets import GIB, gpu_named, model_named
+from ring_planner.presets import gpu_named, model_named
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import Step
 from ring_planner.ways import Cluster, traffic
@@ -47,16 +43,30 @@ from ringlab.ways import double_ring
 #
 # Llama 8B trains on 1M tokens, on $n = 16$ hosts of $g = 8$ H100s each: $P = n \cdot g = 128$ ranks of 8,192 tokens. A hop carries the
 # [block](../docs/glossary.md#block) of chapter 9, and the slowest hop rules. Does the flat ring wait? That depends on the FLOP/s that the kernel
-# *reaches*, and on the share of a NIC that messages reach. The planner takes 652 TFLOP/s and 0.7. Meta's
+# *reaches*, and on the share of a NIC's bytes/s that messages reach. The planner takes 652 TFLOP/s, of cuDNN's kernel, and 0.7. Meta's
 # hosts reached 0.566 ([Yang et al. 2024](https://arxiv.org/abs/2411.01783), table 5).
 # For how much of a layer's forward pass does each rank wait?
 
 # %%
-yours = None  # your point: (FLOP/s that attention reaches, the share of a NIC that messages reach)
-flat_ring(yours)
+h100, llama = gpu_named("h100"), model_named("llama-3.1-8b")
+layer, chunk = llama.attention(), 2**20 / 128
+block = block_flops(layer, chunk**2 / 2)  # causal: half of the pairs
+
+
+def waiting(flops, share):
+    """The share of the pass in which a rank of the flat ring waits."""
+    hop = hop_bytes(layer, chunk) / (share * h100.host_bandwidth)
+    return 1 - 128 * block / flops / ring_seconds(128, block / flops, hop)
+
+
+fa2, cudnn = (h100.attention[kernel][0] for kernel in ("fa2", "cudnn"))
+REACHED = {"FlashAttention 2": (fa2, 0.7), "cuDNN": (cudnn, 0.7), "cuDNN, Meta's hosts": (cudnn, 0.566)}
+for name, (flops, share) in REACHED.items():  # add a row: the two numbers that you measured
+    print(f"{name:<22}{flops / 1e12:.0f} TFLOP/s, {share} of a NIC: each rank waits for {waiting(flops, share):.0%}")
+assert [round(waiting(*rates), 2) for rates in REACHED.values()] == [0, 0.12, 0.29]
 
 # %% [markdown]
-# **The same ring waits not at all, or for half of its time.** So measure both numbers before you
+# **The same ring waits not at all, or for 29 % of its time.** So measure both numbers before you
 # choose a way. Where the ring waits, all ranks wait, although seven of eight hops are fast. Only one device of a host sends to the
 # next host, so one NIC carries all blocks and seven carry nothing.
 #
@@ -112,10 +122,8 @@ print("each rank has seen each block once: full attention")
 
 
 # %%
-h100, llama = gpu_named("h100"), model_named("llama-3.1-8b")
 real = Step(llama, h100, 16, 8, 2**20, cp=128, kernels="cudnn").ring  # what the planner takes for these GPUs
-layer, chunk = llama.attention(), 2**20 / 128
-computing = block_flops(layer, chunk**2 / 2) / real.flops  # causal: half of the pairs
+computing = block / real.flops
 fast, slow = (hop_bytes(layer, chunk) / rate for rate in (real.bandwidth, real.host_bandwidth))
 
 
@@ -206,53 +214,7 @@ assert paid["ring"] > 1.2 * paid["hybrid of 8"]
 #
 # ## A whole step
 #
-# 128K tokens on one host: $C = 16{,}384$. A GPU has no room for all that the backward pass needs. So each layer keeps only its input and
-# goes forward twice and backward once (*recompute full*). Where do the seconds and the bytes go?
-#
-# | | what | s |
-# | --- | --- | ---: |
-# | attention | 32 layers of two forward passes and a backward one, by the gather of chapter 16, times 1.15 for the framework | 5.02 |
-# | products | four passes of 2 FLOPs a token for each of 6.98 billion weights, at 643 TFLOP/s reached | 1.42 |
-# | the rest | the head 0.08; norms, activations, loss and optimizer, which only read and write memory, 0.49; FSDP's messages are hidden | 0.57 |
-# | **a step** | | **7.02** |
-#
-# The 1.15 and the 643 are fitted to published times. Memory is fullest at the loss, when the logits of all tokens are there:
-#
-# | | bytes on a GPU | GiB |
-# | --- | --- | ---: |
-# | state | 14 for each of 8.03 billion parameters, shared by 8 GPUs: the weight, and Adam's copy and moments in float32 | 13.1 |
-# | gathered | 2 for each parameter that FSDP has collected: of the embedding, a layer and the head; and as much for the head's gradient | 3.3 |
-# | activations | 2 for each of 4,096 numbers of a token, in 32 layers: their inputs | 4.0 |
-# | loss | for each token, 2 + 4 + 4 + 4 for each of 128,256 words (the logit; in float32 log-softmax and two gradients), and 2 + 2 + 2 for each of 4,096 numbers at the last norm | 27.8 |
-# | CUDA, NCCL, reserve | 1.5 GiB, and 7.3 % of the rows above: ten published peaks were above their counts by that much at most | 5.0 |
-# | **a GPU** | of 79.1 | **53.2** |
-
-# %%
-C = 2**17 / 8
-host = Step(llama, h100, 1, 8, 2**17, cp=8, way="all-gather", recompute="full", kernels="cudnn")
-forward, backward = (pass_of("all-gather", Pass(host.ring, layer, C, each, "causal")) for each in (False, True))
-rate, head = 0.65 * h100.peak["bf16"], 4096 * 128_256
-ours = {
-    "attention": 32 * 1.15 * (2 * forward + backward),
-    "products": 4 * 2 * C * llama.matrices / rate,
-    "head": 3 * 2 * C * head / rate,
-    "state": 14 * llama.parameters() / 8,
-    "gathered": 2 * (3 * head + llama.matrices / 32),
-    "activations": 2 * 32 * C * 4096,
-    "loss": C * (14 * 128_256 + 6 * 4096),
-}
-planned = Plan(host)
-for name, value in ours.items():
-    assert abs(value / (planned.terms | planned.memory)[name] - 1) < 1e-4, name
-assert round(planned.terms["passes"], 3) == 0.493
-print(f"the planner: {planned.seconds:.3g} s, {planned.held / GIB:.3g} GiB; each number above is the planner's too")
-
-# %% [markdown]
-# None of this memory is attention's: when the backward pass of a layer needs its 1.25 GiB (chapter 9), the
-# logits are gone. So the loss limits a sequence, and not the ring.
-#
-# **And 1M tokens on the 16 hosts?** A GPU has half as many tokens, and 128 GPUs share the state. So there is room to keep
-# everything, and a layer goes forward only once:
+# The command plans it, and says what the seconds and the bytes are spent on:
 
 # %%
 options = "--model llama-3.1-8b --gpu h100 --hosts 16 --seq-len 1048576 --cp 128 --tp 1"
@@ -260,10 +222,14 @@ assert command.main(options.split()) == 0
 assert round(paid["hybrid of 8"], 1) == 447.5
 
 # %% [markdown]
-# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. Without `--cp 128 --tp 1` the
-# planner may use *tensor parallelism*, and finds a ring between hosts with tensor parallelism inside, as fast and simpler.
-# [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has three rules and what was measured, and
-# [the scoreboard](../bench/README.md#published-times) says how far off the planner is.
+# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring: nearly all of it is attention. None of the memory is: when the
+# backward pass of a layer needs its buffers (chapter 9), the logits are gone. With `--recompute full`, which keeps only the inputs of
+# each layer and goes forward twice, 2 GiB of activations are left. Then
+# [the logits at the loss](../docs/memory.md#a-models-longest-sequence) limit a sequence, and not the ring.
+#
+# Without `--cp 128 --tp 1` the planner may use *tensor parallelism*, and finds a ring between hosts with tensor parallelism inside, as
+# fast and simpler. [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has three rules and what was measured,
+# and [the scoreboard](../bench/README.md#published-times) says how far off the planner is.
 #
 # > **One number to remember: the number of NICs of a host.** With 8 of them the double ring and the hybrid of 8 hide slow hops with
 # > chunks 8 times shorter: in the forward pass of Llama 8B on H100s 1,160 tokens, where the flat ring needs 9,310.
@@ -278,23 +244,10 @@ assert round(paid["hybrid of 8"], 1) == 447.5
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is the fastest for 1M tokens?</summary>
 #
-# The hybrid of 8 again. The one NIC carries 16.1 GB for a layer, eight times the 2.01 of the table. That takes 460 ms, where computing takes
-# 406. With costs a layer takes 499 ms (the hybrid of 4: 501.5, the flat ring: 554), and a step 19.1 s in place of 17.2.
+# The hybrid of 8 again. The one NIC carries eight times the bytes of the table, and the hybrid of 8 sends the fewest. [A step takes
+# 19.1 s](../docs/which_way.md#whole-steps-by-the-planner) in place of 17.2, by the flat ring 21.2 as before: it used one NIC already.
 # </details>
 #
-
-# %% jupyter={"source_hidden": true} tags=["hide-input"]
-# the numbers of the answers
-one_nic = replace(h100, host_bandwidth=h100.host_bandwidth / 8, nics=1)
-one = Step(llama, one_nic, 16, 8, 2**20, cp=128, recompute="none", kernels="cudnn", way="hybrid", split=8)
-times = milliseconds(one.ring, chunk, mask="causal")
-assert sorted(times, key=times.get)[:2] == ["hybrid of 8", "hybrid of 4"]
-assert [round(times[way], 1) for way in ("hybrid of 8", "hybrid of 4", "ring")] == [499.1, 501.5, 554.3]
-assert (round(Plan(one).seconds, 1), round(Plan(replace(one, gpu=h100)).seconds, 1)) == (19.1, 17.2)
-block = 128e3 * block_flops(layer, chunk**2 / 2)
-assert round(block / real.flops + 2.5 * block / real.backward_flops) == 406  # 2.5 times the FLOPs in the backward pass
-
-# %% [markdown]
 # ## Your turn
 
 

@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from bench.scoreboard import grades, times
-from figures import FOLDER, kv_rotation, planned, token_loss
+from figures import FOLDER, kv_rotation, scoreboard, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from figures.timelines import duration, simulate_timeline
 from notebooks.source import build
@@ -157,25 +157,13 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
 
 
-def test_a_flat_ring_waits_as_a_simulated_one_does():
-    """A few of its ranks: every one waits for the slow hop."""
-    layer, C, P = planned.LAYER, planned.CHUNK, 5
-    for flops, share in planned.POINTS.values():
-        block = 4 * layer.heads * 128 * C**2 / 2 / flops
-        slow = 2 * layer.kv_heads * 128 * C * 2 / (share * planned.GPU.host_bandwidth)
-        lasts = duration(simulate_timeline([[block] * P] * P, [0.0] * (P - 1) + [slow]))
-        rounds = (lasts - block) / (P - 1)  # each but the first
-        assert planned.waiting(flops, share) == pytest.approx(1 - 128 * block / (block + 127 * rounds))
-        assert f"{100 * planned.waiting(flops, share):.0f} %" in planned.flat_ring.__doc__
-
-
 def test_the_scoreboards_picture_has_all_times():
     graded = [each.error for each in times(grades())]
-    (board,) = planned.scoreboard().axes[1:]
+    (board,) = scoreboard.draw().axes[1:]
     drawn_errors = [error / 100 for line in board.lines if line.get_marker() == "o" for error in line.get_xdata()]
     assert sorted(drawn_errors) == pytest.approx(sorted(graded))
     assert f"half of {len(graded)} published times" in "".join(
-        label.get_text() for label in planned.scoreboard().findobj(Text)
+        label.get_text() for label in scoreboard.draw().findobj(Text)
     )
 
 

@@ -103,7 +103,7 @@ def test_rows_can_be(section):
 
 
 def test_the_page_says_what_the_scoreboard_says():
-    """bench/README.md; chapter 17 and the site have the same numbers."""
+    """bench/README.md; the site has the same numbers."""
     graded = [each.error for each in times(grades("graded"))]
     peaks = [each.error for each in MARKED if each.what == "peak_gib"]
     errors, of_graded, memory = map(summary, ([each.error for each in times(MARKED)], graded, peaks))
@@ -133,7 +133,6 @@ def test_the_page_says_what_the_scoreboard_says():
     inside = f"Tested on {len(known)} published times, their publisher left out: {sum(known)} (86%) fell into such"
     for name, *said in (
         ("bench/README.md", *rows),
-        ("notebooks/source/17_two_speeds_of_wire.py", f"{size(RESERVE)} of the rows above: ten published peaks"),
         ("book/pages/planner.md", inside, f"{size(RESERVE)} of the memory"),
     ):
         words = " ".join((root / name).read_text().replace("\n# ", "\n").split())
