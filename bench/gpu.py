@@ -360,16 +360,6 @@ def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
         pool.stop()
 
 
-def tables(results: record.Results) -> list[str]:
-    """The results in markdown, for bench/results/README.md."""
-    words = {True: "right", False: "**WRONG**", None: "not done"}
-    rows = [(row["part"], row["what"], words[row["right"]], row["says"]) for row in results["rows"]]
-    how = (
-        f"{results['ranks']} ranks of {results['device']}, {results['seconds']:.0f} s. Speeds are forward and backward."
-    )
-    return [how, record.grid("<part | <what | < | <found", rows)]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=tuple(ON), default="cuda", help="cpu: gloo and small sizes (cuda)")
@@ -384,16 +374,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = args.ranks or max(3, torch.cuda.device_count() if on_gpu else 0)
     name = torch.cuda.get_device_name() if on_gpu else "CPU with gloo: this tries the bench, not a GPU"
     print(f"{ranks} ranks, {name}, torch {torch.__version__}", flush=True)
-    made, begin = record.made("python -m bench.gpu", "bfloat16, float16 and float32"), time.monotonic()
-    rows = [
-        {"part": part, "what": what, "right": right, "says": says}
-        for part, (what, right, says) in examined(args.device, ranks, ON[args.device])
-    ]
-    if on_gpu:
-        more = {"device": name, "ranks": ranks, "seconds": time.monotonic() - begin}
-        record.save("gpu", {**made, **more, "rows": rows})
-        print("kept; python -m bench.pages writes it into bench/results/README.md")
-    return 0 if all(row["right"] for row in rows) else 1
+    rows = [row for _, row in examined(args.device, ranks, ON[args.device])]
+    return 0 if all(right for _, right, _ in rows) else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import re
 from statistics import geometric_mean
 from typing import Any
 
-from bench import gpu, record, speed, wires  # noqa: F401  each names its benches
+from bench import record, speed, wires  # noqa: F401  each names its benches
 from bench.record import BENCHES
 
 PAGE = record.ROOT / "bench/README.md"
@@ -80,7 +80,7 @@ def renewed(text: str) -> str:
 
 def of_results(text: str) -> str:
     """bench/results/README.md with the heading and the tables of all results made anew; new ones at its end."""
-    tables = {name: bench.tables for name, bench in BENCHES.items()} | {"gpu": gpu.tables}
+    tables = {name: bench.tables for name, bench in BENCHES.items()}
     for name in sorted(tables):
         if not (record.FOLDER / f"{name}.json").exists():
             continue

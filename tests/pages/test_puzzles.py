@@ -38,7 +38,6 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.all_but_rank_0_send_first, "a deadlock: rank 1 waits for 2, 2 waits for 1, in a circle"),
     (1, tried.rank_after_tensor, "a tensor (8,) is no rank: the rank comes first, comm.send(to, x)"),
     (1, tried.no_last_rank, "there is no rank 3: with P = 3"),
-    (1, tried.a_hop_to_the_left, "rank 0 returns a wrong result: these are numbers of rank 1"),
     (1, tried.at_the_same_time, "send and recv only, no exchange, in: return comm.exchange(right, x, left)"),
     (1, tried.loop, "a loop without end?, in: "),
     (1, tried.sends_for_ever, "more than 600 messages"),
@@ -54,7 +53,7 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (7, tried.the_same_everywhere, "token 0 is on ranks [0, 1, 2]"),
     (8, tried.sends_what_nobody_takes, "rank 1 waits for rank 2, which has returned and never receives"),
     (9, tried.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
-    (9, tried.off_the_clock, "computing elsewhere is not on the clock"),
+    (9, tried.ring_by_hand, "computing elsewhere is not on the clock"),
     (10, tried.averages_added, "rank 0 returns a wrong result: off by up to"),
 ]
 

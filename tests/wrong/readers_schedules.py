@@ -93,16 +93,6 @@ def no_last_rank(comm, x):
     return comm.recv(comm.rank - 1)
 
 
-def a_hop_to_the_left(comm, x):
-    right, left = around(comm)
-    if comm.rank % 2 == 0:
-        comm.send(left, x)
-        return comm.recv(right)
-    got = comm.recv(right)
-    comm.send(left, x)
-    return got
-
-
 def at_the_same_time(comm, x):
     right, left = around(comm)
     return comm.exchange(right, x, left)
@@ -242,16 +232,6 @@ def sends_what_nobody_takes(comm, q, k, v, window):
 
 def across_the_ring(comm, q, k, v):
     return ring(comm, q, k, v, to=2)
-
-
-def off_the_clock(comm, q, k, v):
-    """Computes without comm.attend, so that computing takes no time."""
-    right, left = around(comm)
-    blocks = [torch.stack((k, v))]
-    for _ in range(comm.P - 1):
-        blocks.append(comm.exchange(right, blocks[-1], left))
-    k, v = torch.cat(blocks, dim=3)
-    return torch.softmax(q @ k.mT / 4, dim=-1) @ v
 
 
 # 10: one token
