@@ -154,8 +154,9 @@ class Report:
                 f"{CHANGES.format(len(changes), changes[0].question.words())}; wrong in {', '.join(bad)}. {where}"
             )
         if self.level == IMPRECISE:
-            right = {answer.case.dtype for answer in self.examination.answers if answer.state == OK}
-            wide = " and ".join(name for name in ("float64", "float32") if getattr(torch, name) in right)
+            right = {(it.case.dtype, it.question.same()) for it in self.examination.answers if it.state == OK}
+            sick = {it.question.same() for it in self.examination.faults}
+            wide = " and ".join(n for n in ("float64", "float32") if {(getattr(torch, n), x) for x in sick} <= right)
             said.append(f"it is right in {wide}, and imprecise in 16 bits" if wide else "it is imprecise in 16 bits")
         if diagnosis and diagnosis.when:
             said.append(f"it shows {diagnosis.when}")

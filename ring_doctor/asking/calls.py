@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from ring_doctor.asking.case import UNROUNDED, Case, layout_of
 from ring_doctor.asking.patient import NAMES, OPTION, TENSORS, Patient, arguments_of
-from ring_doctor.asking.questions import BESIDE, Question
+from ring_doctor.asking.questions import BESIDE, FROZEN, Question
 from ringlab.support.processes import Frame, RankContext, own_frame, place
 
 
@@ -100,7 +100,6 @@ def lse_of(patient: Patient, lse: Tensor, q: Tensor) -> Tensor | None:
 # On a rank ------------------------------------------------------------------------------------------------------------
 
 OFTEN = 0.25  # of the time for a question: a stack is written after each such part
-FROZEN = {"frozen keys": "k", "frozen keys and values": "kv"}  # by the way to ask: what needs no gradient
 
 
 @dataclass

@@ -32,12 +32,15 @@ WAYS = {  # to ask: in words, and the mistake of a ring that is wrong in this wa
     "interleaved": ("in two passes at a time", "buffers_shared_by_calls"),  # as of two layers
     AFTER: ("after a call with another length", "state_of_another_length"),  # a shorter one, and a longer one
     "two backward passes": ("in a second backward pass", "gradients_kept_in_a_buffer"),  # over the same graph
+    "frozen queries": ("where Q needs no gradient", "frozen_queries_forgotten"),
     "frozen keys": ("where K needs no gradient", "frozen_keys_forgotten"),
+    "frozen values": ("where V needs no gradient", "frozen_values_forgotten"),
     "frozen keys and values": ("where K and V need no gradient", "frozen_keys_and_values_forgotten"),
     "without gradients": ("without gradients", "another_way_without_gradients"),
     "autocast": ("under autocast", "autocast_forgotten"),  # of float32 tensors
     "gradient of lse": ("where the loss uses lse", ""),  # asked where the lse that is returned can be differentiated
 }
+FROZEN = {"frozen queries": "q", "frozen keys": "k", "frozen values": "v", "frozen keys and values": "kv"}  # as by LoRA
 BESIDE = "beside other "  # and an option: calls in which it is another one come before, and one between the two passes
 KEPT = ("heads", "head dims", "batches", "dtypes", "masks", "layouts", "scales", "sinks", "windows", "documents")
 WAYS |= {BESIDE + option: (f"beside calls with other {option}", "kept_from_another_call") for option in KEPT}
@@ -70,6 +73,10 @@ class Question:
         said = [] if self.how == "plain" else [self.how]
         said += [*self.case.features(), *(["part of a larger job"] if self.members else [])]
         return ", ".join(said)
+
+    def same(self) -> tuple[int, str, str]:
+        """What a question in another dtype, with other inputs, has in common; without autocast, if this is one."""
+        return self.case.world_size, self.case.mask(), "plain" if self.how == "autocast" else self.how
 
 
 def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
@@ -107,15 +114,15 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
         for name in patient.dtypes if P == 4 else ():
             if torch.finfo(dtype_of(name)).bits == 16:
                 yield from _unrounded(patient, case, name)
-    # three ranks are asked the first and the last, and four the others: each mask and layout meets each way to ask
+    # three ranks are asked the first and the last, and four the first and, by turns, those between: each mask meets
+    # each way to ask on an odd and on an even number of ranks
     others_come = max(FULL) == P and len(plain) > 2 and set(FULL) <= set(patient.worlds)
-    for case in dict.fromkeys(plain[1:3] if others_come else (plain[0], plain[-1])):
-        for how, change, feature in _of_one_mask(patient, case):
-            changed, n = replace(case, **change), case.seq_len
-            others = tuple(replace(case, seq_len=length) for length in (n, 3 * n)) if how == AFTER else ()
-            yield Question(changed, how, feature=feature, others=others)
-        if "group" in patient.takes and max(patient.worlds) > P > 1:
-            yield Question(case, members=tuple(range(1, P + 1)))
+    for cases in (plain[:1], plain[1:-1] if others_come else plain[1:][-1:]):
+        for case, (how, change, feature) in zip(itertools.cycle(cases), _of_one_mask(patient, plain[0]), strict=False):
+            others = tuple(replace(case, seq_len=n * case.seq_len) for n in (1, 3)) if how == AFTER else ()
+            yield Question(replace(case, **change), how, feature=feature, others=others)
+        if cases and "group" in patient.takes and max(patient.worlds) > P > 1:
+            yield Question(cases[0], members=tuple(range(1, P + 1)))
     yield from _of_lengths(patient, plain)
     yield from _of_masks(patient, plain)
     yield from _beside(patient, plain[-1])
@@ -175,8 +182,8 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield "interleaved", {}, ""
         yield plain, {"inputs": "silent rank"}, ""
         yield "two backward passes", {}, "a second backward pass over the same graph"
-        yield "frozen keys", {}, "a K that needs no gradient"
-        yield "frozen keys and values", {}, "a K and a V that need no gradient"
+        for frozen in FROZEN:
+            yield frozen, {}, frozen
         yield "gradient of lse", {}, LSE
 
 

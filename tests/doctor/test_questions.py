@@ -311,6 +311,14 @@ def test_every_question_is_another_one():
         assert not any(vars(it.case) == vars(other) for it in found for other in it.others if it.how != AFTER)
 
 
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[:2], LAYOUTS])
+def test_each_mask_meets_each_way_to_ask_on_an_odd_and_on_an_even_number_of_ranks(layouts):
+    asked = [it for it in all_questions(replace(RING, layouts=layouts)) if it.case.world_size in (3, 4)]
+    met = {(it.how, it.case.causal, it.case.world_size) for it in asked}
+    alone = [how for how in WAYS if not how.startswith("beside")]
+    assert met >= set(itertools.product(alone, (False, True), (3, 4)))
+
+
 @pytest.mark.parametrize("head_dim", [1, 4, 5, 16, 17, 63, 64, 65, 256])
 def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
     patient = replace(RING, head_dim=head_dim, causal=(True,), layouts=("striped",))
