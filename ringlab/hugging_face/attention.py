@@ -34,6 +34,7 @@ with extra("hf", __name__):
     from ringlab.hugging_face.latents import attend_to_latents
     from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, PlainCausal, asked_mask, window_of
 
+BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
 
@@ -140,6 +141,14 @@ class LayerAttention:
             torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
         )
         return q * (wanted / factor).to(q)[:, None]
+
+    def show_longest(self, model: nn.Module) -> None:
+        """Give its hooks to each part with rotary frequencies that depend on the longest position, if it is new."""
+        for part in model.modules():
+            by_length = any(kind in str(getattr(part, "rope_type", None)) for kind in BY_LENGTH)
+            if by_length and self.shrink not in part._forward_hooks.values():
+                part.register_forward_pre_hook(self.stretch, with_kwargs=True)
+                part.register_forward_hook(self.shrink)
 
     def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""

@@ -105,6 +105,7 @@ class ModelInRing(LayerAttention):
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
         seam.own_forwards(model)
+        self.show_longest(model)
         linear = seam.mixing_layers(model)
         model.set_attn_implementation(self.own)
         seam.send_latents(model, False)
@@ -117,6 +118,8 @@ class ModelInRing(LayerAttention):
         different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
             raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
+        for name, part in model.base_model.named_modules():
+            seam.give(part, **{seam.PROVED: (self, name)})  # a copy of the model has it too
         self.proved, self.code = outcomes[0][0], seam.code_of(model.base_model)
 
     def checked(self, model: PreTrainedModel) -> tuple[Proved, int]:

@@ -51,13 +51,13 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.hugging_face.attention import LayerAttention, Pass
+from ringlab.hugging_face.attention import BY_LENGTH, LayerAttention, Pass
 from ringlab.hugging_face.batch import checksum, checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
 from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.seam import give, indexers, linear_layers, other_methods, registered, take
-from ringlab.hugging_face.use import BY_LENGTH, unwrapped
+from ringlab.hugging_face.use import unwrapped
 from ringlab.models.mesh import MeshOrGroup, placed
 from ringlab.support.expect import expect
 

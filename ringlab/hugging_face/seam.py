@@ -43,6 +43,8 @@ MIXERS = (CONVOLUTION, RULE, KDA, SCAN, ALL_IN_ONE)
 INDEXER = "update_indexer"  # of its cache: with this an indexer asks for the keys of other tokens
 EXPAND = "expand_kv"  # with this a layer makes K and V of all heads from latents
 OURS = "ring_forward"  # the name in a layer of the forward pass that `spread` gave it
+PROVED = "ring_proved"  # the name in a part of the ring and the place that it was proved for: a new part has none
+WRAPPERS = ("torch._dynamo.eval_frame", "transformers.modeling_layers")  # compile, and checkpoint: the code is the same
 Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
@@ -159,18 +161,25 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
     return linear_layers(model) + indexers(model)
 
 
-def code_of(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Of its parts: the name, the forward pass of the class, and the function that runs in its place, if another does.
+def functions_of(forward: Any) -> list[Any]:
+    """The functions that a forward pass goes through, from the outermost, without those of WRAPPERS."""
+    found = []
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        found.append(forward)
+        forward = getattr(forward, "__wrapped__", None)
+    return [each for each in found if getattr(each, "__globals__", {}).get("__name__") not in WRAPPERS]
 
-    A compiled function counts as the one that was compiled. accelerate gives the model itself a forward pass: no part.
+
+def code_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Of its parts: the name, for what it was proved, and the functions of its class and of its own forward pass.
+
+    accelerate gives the model itself a forward pass: that one is no part, and only its class counts.
     """
     found = []
     for name, part in model.named_modules():
-        runs = vars(part).get("forward") if name else None
-        runs = getattr(runs, "_torchdynamo_orig_callable", runs)
-        runs, usual = getattr(runs, "__func__", runs), type(part).forward  # fully_shard makes a class with a copy of it
-        same = all(getattr(runs, it, 0) is getattr(usual, it, 1) for it in ("__code__", "__globals__"))
-        found.append((name, own_forward(part), None if same else runs))
+        own = type(part) if "ring" in vars(part) else part
+        found.append((name, vars(part).get(PROVED), functions_of(type(part).forward), functions_of(own.forward)))
     return found
 
 
@@ -242,6 +251,7 @@ def stop_ring(model: PreTrainedModel) -> None:
     own_forwards(model)
     send_latents(model, False)
     for part in outer.modules():
+        take(part, PROVED)
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:
                 del hooks[key]

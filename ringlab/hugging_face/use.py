@@ -35,7 +35,6 @@ from ringlab.models.mesh import AnyLayout, MeshOrGroup, Way, placed
 from ringlab.support.expect import expect
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
-BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position
 
 
 def use_ring(
@@ -48,9 +47,10 @@ def use_ring(
     Hybrid with a mesh of two dimensions. Other ways take a mesh of one. With LatentRing, of
     ringlab/ring/latent_ring.py, layers of latent attention send latents: latents.py. A ContextParallel stands for the
     three arguments. States of linear layers travel in a ring, whatever the way. A model with a ring gets the new one. A
-    copy of the model is in the same ring. What is changed later in the base model is proved in the next pass: modules,
-    their classes, and a forward that one is given. Hooks that are added later, and a new head, are not proved: they
-    must be functions of each token alone.
+    copy of the model is in the same ring. What is changed later in the base model is proved in the next pass: modules
+    that are new or in another place, the forward of a class, and one that a module is given. Not proved are hooks that
+    are added later, new values of attributes, methods but forward, and a new head: they must be functions of each token
+    alone. Where the model is its own base model, a forward that it is given is not proved either.
     Raises ValueError, with the reason, for a model that cannot be proved to be right in shards (`prove`), and for one
     that computes more from its tokens in training than in the proof; and where the ranks have different weights. What a
     call passes and a ring cannot do is refused with ValueError when the model is called, on every rank.
@@ -62,10 +62,6 @@ def use_ring(
     ring = ModelInRing(where, *where.place, bool(indexers(model)), own=model.config._attn_implementation)
     own_config(model)
     ring.name = registered(ring)
-    for part in model.modules():
-        if any(kind in str(getattr(part, "rope_type", None)) for kind in BY_LENGTH):
-            part.register_forward_pre_hook(ring.stretch, with_kwargs=True)
-            part.register_forward_hook(ring.shrink)
     model.ring = ring, ring.own, model.loss_function
     try:
         ring.prove(model)

@@ -6,7 +6,7 @@ import pickle
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from tempfile import TemporaryDirectory
 from unittest import mock
 
@@ -32,6 +32,8 @@ from tests.every_way import FLAT, ON_MESH, SOME, assert_programs, few_or_many, m
 from tests.mistakes import assert_refused
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+
+from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 
 from ringlab.hugging_face import attention  # noqa: E402
 from ringlab.hugging_face.batch import backward, shard_batch  # noqa: E402
@@ -452,6 +454,32 @@ def a_class_that_mixes(model, rank):
     model.model.layers[0].mlp.__class__ = Sums
 
 
+def a_base_model_that_mixes(model, rank):
+    forward = model.model.forward
+
+    @wraps(forward)
+    def mixed(*args, **passed):
+        out = forward(*args, **passed)
+        out.last_hidden_state = out.last_hidden_state.cumsum(dim=1)
+        return out
+
+    model.model.forward = mixed
+
+
+def a_class_in_functions(rank):
+    """Its forward is patched as functools.wraps does it, and names the old one."""
+    model, own = in_use(), LlamaMLP.forward
+    with mock.patch.object(LlamaMLP, "forward", wraps(own)(lambda part, x: own(part, x.cumsum(dim=1)))):
+        model(**shard_batch(batch_of()))
+
+
+def of_one_class(rank):
+    """A module takes the place of another of its class, which has other numbers."""
+    model = in_use(change=lambda model: setattr(model.model.layers[0], "mlp", Shifted(0)))
+    model.model.layers[0].mlp = Shifted(1)
+    model(**shard_batch(batch_of()))
+
+
 def a_head_of_rank(model, rank):
     model.lm_head.weight.data += rank
 
@@ -470,6 +498,15 @@ ADALORA = {**Q, "total_step": 9}
 class Sums(torch.nn.Module):
     def forward(self, x):
         return x.cumsum(dim=1)
+
+
+class Shifted(torch.nn.Module):
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+
+    def forward(self, x):
+        return x.roll(self.places, dims=1)
 
 
 class Doubled(torch.nn.Module):
@@ -529,6 +566,9 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "a mixer": (after(a_mixer), "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
     "a forward that mixes": (after(a_forward_that_mixes), "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
     "a class that mixes": (after(a_class_that_mixes), "layers.0.mlp (Sums) of LlamaModel mixes tokens"),
+    "a base model that mixes": (after(a_base_model_that_mixes), "(LlamaModel) of LlamaModel mixes tokens"),
+    "a class in functions": (a_class_in_functions, "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
+    "a module of the same class": (of_one_class, "layers.0.mlp (Shifted) of LlamaModel mixes tokens"),
     "pickled": (lambda rank: pickle.dumps(llama()), "a model in a ring was pickled, as torch.save(model) does; expect"),
     "a mixer, a second time": (a_second_time, "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
     "a head of each rank": (after(a_head_of_rank), WEIGHTS),
@@ -645,6 +685,16 @@ def replaced_layer(context, ring):
     return results
 
 
+def replaced_frequencies(context, ring):
+    """The frequencies of a new rotary part depend on the longest position, which one rank of three has."""
+    short, dynamic = {"max_position_embeddings": 8}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model, other = model_of("Llama", short), model_of("Llama", {**short, "rope_parameters": dynamic})
+    if ring:
+        use_ring(model)
+    model.model.rotary_emb = other.model.rotary_emb
+    return taken(ring, model, batch_of())
+
+
 def classified(context, ring):
     """The loss and gradients of a classification, from the row of the last token of each sequence."""
     torch.manual_seed(0)
@@ -686,7 +736,9 @@ def encoded(context, ring):
     return (hf.summed if ring else hf.results_of)(model, loss)
 
 
-@pytest.mark.parametrize("step", [lora_later, more_that_is_told, replaced_layer, classified, encoded])
+@pytest.mark.parametrize(
+    "step", [lora_later, more_that_is_told, replaced_layer, replaced_frequencies, classified, encoded]
+)
 def test_other_losses_and_other_heads(ranks, step):
     """As on one process, where transformers' own losses are float32."""
     loss, *gradients = step(None, False)
