@@ -13,7 +13,6 @@ Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", sections 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,11 +38,27 @@ class Gradients:
     times: dict[str, float] = field(default_factory=dict)  # rank 0's gradient as the nearest multiple of the right one
     multiples: dict[str, bool] = field(default_factory=dict)  # whether all ranks' are this multiple
     wrong_ranks: set[int] = field(default_factory=set)
-    dealt_out: list[str] = field(default_factory=list)  # weights that only some ranks' optimizers have, as in ZeRO-1
+    dealt_out: list[str] = field(default_factory=list)  # weights whose gradient some ranks' optimizers lack: ZeRO-1, 2
 
     @property
     def wrong(self) -> list[str]:
         return [name for name, error in self.errors.items() if not error <= self.allowed[name]]
+
+    def not_sent(self, many: Job, step: int, sent: dict[str, bool]) -> str:
+        """What is said of a dealt-out weight that the ranks have not alike before a step, or "".
+
+        `sent`: whether a change of it was seen on all ranks, by weight, until the last step; then until this one.
+        """
+        others, slack = dict(self.pairs), TERMS * eps_of("float64")
+        at = [many.ranks[0]["steps"][step - 1]["sizes"], *(of["steps"][step]["sizes"] for of in many.ranks)]
+        for name in sent:
+            before, *now = (sizes[others[name]] for sizes in at)
+            if off := [rank for rank, x in enumerate(now) if distance(x, now[0]) > slack]:
+                who = f"rank {off[0]} has another {name} than rank 0 after step {step}"
+                return f"{who}: only some ranks' optimizers had its gradient, and the others must get the new weight"
+            sent[name] |= distance(now[0], before) > slack
+        sent |= {name: False for name in self.dealt_out if name not in sent}
+        return ""
 
 
 def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
@@ -52,15 +67,13 @@ def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
     return math.inf if math.isnan(share) else share
 
 
-def factors_of(
-    parts: list[Tensor], right: Tensor, floor: float, allowed: float, sizes: Sequence[int] = ()
-) -> list[str]:
+def factors_of(parts: list[Tensor], right: Tensor, floor: float, allowed: float, sizes: list[int]) -> list[str]:
     """The factors by which the ranks' results may differ from the right one. "" stands for no difference.
 
     Several factors fit a gradient that is 0. The simplest factor comes first. An empty list: no factor fits. `sizes`
-    are the numbers of ranks that a factor may come from, by default all ranks.
+    are the numbers of ranks that a factor may come from.
     """
-    total, sizes = torch.stack(parts).sum(dim=0), sizes or [len(parts)]
+    total = torch.stack(parts).sum(dim=0)
     if all(distance(part, parts[0], floor) <= allowed for part in parts):
         factors = [("", 1.0)]
         for P in sizes:
@@ -96,7 +109,7 @@ def pairs_of(one: Job, many: Job) -> list[tuple[str, str]]:
 
 def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
     """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets."""
-    pairs, P = pairs_of(one, many), many.world_size
+    pairs, P = pairs_of(one, many), len(many.ranks)
     sizes: dict[str, tuple[float, int]] = {}  # of the right gradients: the norm, and how many numbers
     changes: dict[str, float] = {}
     for name, _ in pairs:
@@ -108,10 +121,8 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     if not math.isfinite(norm):
         raise CannotExamine(f"a gradient of the first job is not finite: {one.command}")
     if sizes and not norm:
-        raise CannotExamine(
-            f"all gradients of step {step + 1} of the first job are 0 when its optimizer begins the step; those that a "
-            f"closure computes inside of the step are not seen: {one.command}"
-        )
+        said = f"all gradients of step {step + 1} of the first job are 0 when its optimizer begins the step"
+        raise CannotExamine(f"{said}; those that a closure computes inside of the step are not seen: {one.command}")
     floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in sizes.items()}
     changes = {name: x / max(sizes[name][0], floors[name], 1e-300) for name, x in changes.items()}
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0
@@ -129,17 +140,21 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
             said = f"rank {lacking[0]} of the second job has no weight {other}, as rank 0 has"
             raise CannotExamine(f"{said}; expected one model on all ranks")
         owners = [rank for rank, of in enumerate(many.ranks) if other in of["steps"][step]["owned"]] or range(P)
-        found.dealt_out += [name] if len(owners) < P else []
         given = [many.tensor(kind, step, other, rank) for rank in owners]
-        parts = [torch.zeros_like(right) if part is None else part for part in given]
-        for part in parts:
+        parts = {r: torch.zeros_like(right) if x is None else x for r, x in zip(owners, given, strict=True)}
+        for part in parts.values():
             if part.shape != right.shape:
                 said = f"{name} has shape {tuple(part.shape)} in the second job and {tuple(right.shape)} in the first"
                 raise CannotExamine(f"{said}; expected one model, whole on each rank or in DTensors")
-        off, allowed = [distance(part, right, floors[name]) for part in parts], found.allowed[name]
-        found.wrong_ranks |= {rank for rank, error in zip(owners, off, strict=True) if not error <= allowed}
-        found.errors[name] = max(off)
-        found.factors[name] = factors_of(parts, right, floors[name], allowed, divisors(P)[:0:-1])
-        times = found.times[name] = float((parts[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
-        found.multiples[name] = all(distance(x, times * right, floors[name]) <= allowed * abs(times) for x in parts)
+        off, allowed = {rank: distance(x, right, floors[name]) for rank, x in parts.items()}, found.allowed[name]
+        some = [rank for rank, part in parts.items() if part.any() or not many.ranks[0]["steps"][step]["sizes"]]
+        if some and all(off[rank] <= allowed for rank in some):  # the other ranks may get the new weight
+            parts = {rank: parts[rank] for rank in some}
+        found.dealt_out += [name] if len(parts) < P else []
+        found.wrong_ranks |= {rank for rank in parts if not off[rank] <= allowed}
+        found.errors[name] = max(off[rank] for rank in parts)
+        shown = list(parts.values())
+        found.factors[name] = factors_of(shown, right, floors[name], allowed, divisors(P)[:0:-1])
+        times = found.times[name] = float((shown[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
+        found.multiples[name] = all(distance(x, times * right, floors[name]) <= allowed * abs(times) for x in shown)
     return found

@@ -55,10 +55,6 @@ class Job:
     folder: Path
     ranks: list[dict[str, Any]]  # what each rank wrote: recorder.py
 
-    @property
-    def world_size(self) -> int:
-        return len(self.ranks)
-
     def tensor(self, kind: str, step: int, name: str, rank: int = 0) -> Tensor | None:
         """A gradient, float64, or None for a rank that has none. One that was sharded is the same on all ranks.
 
@@ -139,8 +135,7 @@ def failed_job(how: str, command: str, folder: Path) -> CannotExamine:
     """
     errors = [file.read_text(errors="replace") for file in sorted(folder.glob("error-*"))]
     own = [error for error in errors if not LOST_CONNECTION.search(error)]
-    output = folder / "output"
-    said = [*own, *errors, output.read_text(errors="replace") if output.exists() else ""][0]
+    said = [*own, *errors, (folder / "output").read_text(errors="replace")][0]
     lines = [line for line in said.splitlines() if line.strip()]
     lines = lines if errors else lines[-TAIL:]
     if len(lines) > 2 * TAIL:

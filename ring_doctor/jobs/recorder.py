@@ -15,6 +15,7 @@ Before: nothing. After: watching.py, who calls this.
 import gc
 import inspect
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
 STEPS = int(os.environ["RING_DOCTOR_STEPS"])
 MOVE = os.environ.get("RING_DOCTOR_MOVE", "")  # a dtype: weights are moved by one unit of it before the first step
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in a weight's name
+WRAPPERS = r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."  # in a weight's name
 OF_WEIGHTS = ("torch.distributed.fsdp", "torch.nn.parallel")  # whose messages carry weights and gradients
 KEPT = 200  # parts that may wait for a backward pass
 LARGEST = 2**24  # whole numbers that are kept of one argument
@@ -47,7 +48,7 @@ class Recorder:
         self.parts: list[dict[str, Any]] = []
         self.now = fresh()  # the part in hand
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
-        self.weights: dict[str, Any] = {}  # by name, what each and its squares add up to in the first step
+        self.weights: dict[str, Any] = {}  # by name, their sizes in the first step
         self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
         self.compiles = False
         self.optimizers: list[Any] = []  # weak references: one that was replaced makes no step
@@ -58,6 +59,7 @@ class Recorder:
         self.passes: list[dict[str, Any]] = []
         self.sums: dict[int, Any] = {}  # by module, its outputs: the sum of squares
         self.of_modules: dict[int, str] = {}  # the names of modules in this step
+        self.sizes: dict[str, Any] = {}  # of weights before the step: what each and its squares add up to
         self.norm: float | None = None  # that the first clipping took
         self.clipped: set[str] = set()  # weights whose gradients were seen before clipping
         self.read: set[int] = set()  # weights whose optimizer has begun its step
@@ -225,10 +227,8 @@ class Recorder:
         """What was seen of a step. A function reports a loss."""
         names = self.of_modules
         sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
-        for one in self.passes:
-            del one["sums"]
         seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "reported": reported}
-        self.steps.append(seen | self.whose | {"compiles": self.compiles})
+        self.steps.append(seen | self.whose | {"compiles": self.compiles, "sizes": self.sizes})
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
@@ -243,9 +243,10 @@ class Recorder:
             found.setdefault(id(x), ((own or {}).get(id(x), f"weight {n} of the optimizer"), x))
         self.named, given, written = list(found.values()), set(map(id, weights)), set()
         for name, weight in self.named:
-            if name not in self.weights:
-                x = None if at or own else whole(weight).detach().double()
-                self.weights[name] = x if x is None else torch.stack([x.sum(), x.square().sum()]).cpu()
+            if name not in self.sizes and not own:
+                x = whole(weight).detach().double()
+                self.sizes[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
+            self.weights.setdefault(name, None if at else self.sizes.get(name))
             x = weight.grad
             if x is None and name in self.clipped:  # it was taken away after clipping
                 x = torch.zeros_like(weight)
@@ -299,9 +300,7 @@ class Recorder:
 
 def plain(name: str) -> str:
     """A name without those of wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return re.sub(WRAPPERS, "", name)
 
 
 def local(x: Any) -> Any:

@@ -40,6 +40,11 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """What a rank saw of the passes of a step."""
+    return list(seen["steps"][step]["passes"])
+
+
 def _as_rows(x: Tensor | None, tokens: Tensor, fill: int | None = None) -> list[Tensor] | list[None]:
     """x as a row for each row of `tokens`; `fill` is a last number that rows may lack. None where it does not fit.
 
@@ -55,10 +60,15 @@ def _as_rows(x: Tensor | None, tokens: Tensor, fill: int | None = None) -> list[
     return list(x.reshape(n, C)) if x is not None and x.numel() == n * C else [None] * n
 
 
-def labels_of(one: dict[str, Any]) -> list[Tensor]:
-    """The labels of a pass: those of torch's losses, or, where a fused loss calls none, those that the model got."""
-    numbers = one["whole_numbers"]
-    for shift, end in ((0, ".shift_labels"), (1, ".labels")):
+def labels_of(one: dict[str, Any], trusted: list[dict[str, Any]]) -> list[Tensor]:
+    """The labels of a pass: those of torch's losses, or, where a fused loss calls none, those that the model got.
+
+    Such a loss shifts them, if in the trusted job's passes they are the tokens.
+    """
+    numbers, found = one["whole_numbers"], [pair for of in trusted for pair in of["whole_numbers"].items()]
+    tokens, labels = ([x for key, x in found if word in key] for word in ("embedding", ".labels"))
+    shifts = any(x.shape == y.shape and ((x == y) | (x == IGNORED)).all() for x in labels for y in tokens)
+    for shift, end in ((0, ".shift_labels"), (int(shifts), ".labels")):
         first = [key for key in numbers if key.endswith(end) and not one["labels"]][:1]
         if given := [x for key, x in numbers.items() if key.rstrip("'") in first and x.dim() == 2]:
             return [torch.nn.functional.pad(x[:, shift:], (0, shift), value=IGNORED).flatten() for x in given]
@@ -79,10 +89,10 @@ def _keys(found: dict[str, Any]) -> tuple[str, str]:
     return (embedded or [""])[0], (counted or [""])[-1]
 
 
-def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str]) -> list[Row]:
+def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str], trusted: list[dict[str, Any]]) -> list[Row]:
     rows: list[Row] = []
-    for one in seen["steps"][step]["passes"]:
-        numbers, labels = one["whole_numbers"], torch.cat([torch.empty(0), *labels_of(one)]).long()
+    for one in passes(seen, step):
+        numbers, labels = one["whole_numbers"], torch.cat([torch.empty(0), *labels_of(one, trusted)]).long()
         again = [prime for n in range(len(numbers)) if keys[0] + (prime := "'" * n) in numbers]  # forward passes
         for prime, of_pass in zip(again, labels.chunk(len(again) or 1), strict=False):
             tokens = numbers[keys[0] + prime].long()
@@ -115,13 +125,13 @@ class Whole:
 
 def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
     """What went into both models at a step. `layout` is one of the user's own."""
-    seen = one.ranks[0]["steps"][step]["passes"]
+    seen = passes(one.ranks[0], step)
     keys = _keys(seen[0]["whole_numbers"] if seen else {})
-    of_one = [_rows(seen, step, keys) for seen in one.ranks]
+    of_one = [_rows(of, step, keys, seen) for of in one.ranks]
     alike = len({str([row.tokens.tolist() for row in rows]) for rows in of_one}) == 1  # each rank has all of the batch
     text = [_marked(row) for rows in (of_one[:1] if alike else of_one) for row in rows]
-    ranks = [_rows(seen, step, keys) for seen in many.ranks]
-    P = many.world_size
+    ranks = [_rows(of, step, keys, seen) for of in many.ranks]
+    P = len(many.ranks)
     for cp in divisors(P):
         for tried in dict.fromkeys((*LAYOUTS, *filter(None, [layout]))) if cp > 1 else ("contiguous",):
             at = [[_find(row.tokens, text, tried, cp) for row in rows] for rows in ranks]

@@ -24,7 +24,7 @@ from ring_doctor.asking.answers import CANNOT_TELL, RIGHT, SAID, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.gradients import TERMS, UNITS, Gradients, distance, dtypes_of, eps_of, factors_of, gradients_of
 from ring_doctor.jobs.job import Job, run_job
-from ring_doctor.jobs.seen import Whole, divisors, labels_of, other_data, told, whole_numbers
+from ring_doctor.jobs.seen import Whole, divisors, labels_of, other_data, passes, told, whole_numbers
 from ring_doctor.mistakes import words
 from ring_doctor.report import explained
 from ringlab.models.transformer import IGNORED
@@ -70,7 +70,7 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
 
     `calls` are steps in words, where each begins anew: whole_models/whole_model.py.
     """
-    verdict, of_loss, read = None, None, set[str]()
+    verdict, of_loss, read, sent = None, None, set[str](), dict[str, bool]()
     for step in range(steps):
         clip = [of["steps"][step]["norm"] is not None for of in (*one.ranks, *many.ranks)]
         kind = "gradient" if any(clip) and not all(clip) else "before"  # one of the jobs clips in another way
@@ -80,7 +80,8 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
         if found.wrong and (why := not_comparable(one, many, found, step) or ("" if calls else other_data(whole))):
             raise CannotExamine(why)
-        verdict = _named(one, many, found, whole, step) if found.wrong else None
+        verdict = sick(not_sent) if (not_sent := found.not_sent(many, step, sent)) else None
+        verdict = verdict or (_named(one, many, found, whole, step) if found.wrong else None)
         verdict = verdict or (_of_clipping(one, many, moved, step) if all(clip) else None)
         of_loss = of_loss or _of_reported(one, many, moved, step, max(found.allowed.values()))
         if verdict:
@@ -99,10 +100,10 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         if later := set.intersection(*(set(at["later"]) for at in seen)):
             why = f"nothing is wrong at {which}, but the optimizer of {_some(sorted(later))} made no step until then"
             raise CannotExamine(f"{why}; expected --steps {steps + 1}, or more")
-        if found.dealt_out and steps == 1:
-            why = f"nothing is wrong at {which}, but only some ranks' optimizers have {_some(found.dealt_out)}"
-            raise CannotExamine(f"{why}; expected --steps 2, which shows whether the other ranks get the new weights")
-        said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
+        if still := [name for name, changed in sent.items() if not changed]:
+            why = f"nothing is wrong at {which}, but only some ranks' optimizers have a gradient of {_some(still)}"
+            raise CannotExamine(f"{why}, and no change reached the others; expected --steps {steps + 1}, or more")
+        said = f"the gradients of {len(many.ranks)} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
         left = {name for at in seen for name in at["left"]} - read
         last = f"No optimizer used the gradients of {_some(sorted(left))} until then, so they were not compared."
@@ -125,7 +126,7 @@ def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: flo
         return None
     allowed = max(allowed, TERMS * eps_of(dtypes_of(one)[0]), UNITS * abs(near / (right or 1.0) - 1))
     wanted, *parts = torch.tensor([right, *given], dtype=torch.float64)
-    factors = [factor for factor in factors_of(parts, wanted, 0.0, allowed) if "root" not in factor]
+    factors = [factor for factor in factors_of(parts, wanted, 0.0, allowed, [len(parts)]) if "root" not in factor]
     if "" in factors:
         return None
     said = f"the reported loss is {', '.join(f'{loss:.6g}' for loss in given)}, the right one {right:.6g}"
@@ -149,11 +150,6 @@ def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
     return ""
 
 
-def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
-    """What a rank saw of the passes of a step."""
-    return list(seen["steps"][step]["passes"])
-
-
 def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict | None:
     """What is wrong where all gradients are right before clipping."""
     right, *norms = (seen["steps"][step]["norm"] for seen in (one.ranks[0], *many.ranks))
@@ -165,7 +161,7 @@ def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict |
     shown = f"the norm for clipping is {shown}, and that of the whole gradient {right:.4g}"
     if any(abs(norm / norms[0] - 1) > slack for norm in norms):
         return sick(shown, "clipped_per_rank")
-    if any(abs(norms[0] / right / math.sqrt(d) - 1) <= slack for d in divisors(many.world_size)[1:]):
+    if any(abs(norms[0] / right / math.sqrt(d) - 1) <= slack for d in divisors(len(many.ranks))[1:]):
         return sick(shown, "gradients_over_root_p")
     return sick(f"the gradients are right before clipping and wrong after it; {shown}")
 
@@ -207,7 +203,7 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
 def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
     """Which gradients are wrong, on which ranks, by how much, and what the model of the second job does not get."""
     wrong, ranks = found.wrong, ", ".join(map(str, sorted(found.wrong_ranks)))
-    only = f" on rank {ranks} only" if len(found.wrong_ranks) < many.world_size else ""
+    only = f" on rank {ranks} only" if len(found.wrong_ranks) < len(many.ranks) else ""
     said = [f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"]
     if scaled := [name for name in wrong if found.factors[name]]:
         said.append(f"{len(scaled)} of them by gradients_{found.factors[scaled[0]][0]} only ({_some(scaled)})")
@@ -229,12 +225,13 @@ def _lost(one: Job, many: Job, step: int) -> list[str]:
 
 def _mean_of_means(one: Job, many: Job, step: int) -> list[tuple[str, str]]:
     """Whether each rank, or each pass, divides its loss by the number of its own labels: told from both."""
+    trusted = passes(one.ranks[0], step)
     parts = [
-        [(sum(int((x != IGNORED).sum()) for x in labels_of(p)), p["loss"]) for p in passes(of, step)]
+        [(sum(int((x != IGNORED).sum()) for x in labels_of(p, trusted)), p["loss"]) for p in passes(of, step)]
         for of in many.ranks
     ]
     by_rank = [tuple(map(sum, zip(*of, strict=True))) for of in parts if of]
-    right = sum(p["loss"] for p in passes(one.ranks[0], step))
+    right = sum(p["loss"] for p in trusted)
     for who, pairs in (("ranks", by_rank), ("passes", [pair for of in parts for pair in of])):
         counts = [n for n, _ in pairs]
         mean = sum(n * loss for n, loss in pairs) / max(sum(counts), 1)
@@ -255,7 +252,7 @@ def _first_module(one: Job, many: Job, whole: Whole, step: int, allowed: float) 
         for name, x in seen["steps"][step]["modules"]:
             sums[name] = sums.get(name, 0.0) + x
     for name, x in one.ranks[0]["steps"][step]["modules"]:
-        if name in sums and x and all(abs(sums[name] / (d * x) - 1) > allowed for d in divisors(many.world_size)):
+        if name in sums and x and all(abs(sums[name] / (d * x) - 1) > allowed for d in divisors(len(many.ranks))):
             return f"the first module with another output is {name}: look there, and at what computes its input"
     return ""
 

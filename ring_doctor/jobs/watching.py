@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import time
@@ -68,9 +69,8 @@ def watch(torch: Any) -> None:
         for name in FUNCTIONS.split():  # before a program imports them from their module
             around(importlib.import_module(FUNCTIONAL), name, functools.partial(sent, name))
 
-    def compiled(
-        original: Any, *args: Any, **kwargs: Any
-    ) -> Any:  # a step that is compiled whole has all of these in it
+    def compiled(original: Any, *args: Any, **kwargs: Any) -> Any:
+        # A step that is compiled whole has all of these in it.
         for name in () if seen.compiles else ("backward", "clip", "step"):
             setattr(seen, name, torch.compiler.disable(getattr(seen, name)))
         seen.compiles = True
@@ -88,11 +88,12 @@ def watch(torch: Any) -> None:
     optim = sys.modules["torch.optim.optimizer"]
 
     def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind) and not steps_on(kind)]
+        around(kinds[0], "step", lambda step, by, *args, **kw: seen.step(by) or step(by, *args, **kw))
         original(optimizer, *args, **kwargs)
         seen.optimizers.append(weakref.ref(optimizer))
 
     around(optim.Optimizer, "__init__", made)
-    optim.register_optimizer_step_pre_hook(lambda *args: seen.step(*args))
     atexit.register(seen.end_read_step)
 
 
@@ -119,6 +120,11 @@ def noted(seen: Any, note: Any, original: Any, *args: Any, **kwargs: Any) -> Any
     if not seen.depth:
         seen.close([out])
     return out
+
+
+def steps_on(kind: Any) -> bool:
+    """Whether the step of these optimizers calls another one, as super().step(), before which it may sum gradients."""
+    return "step" in getattr(getattr(inspect.unwrap(kind.step), "__code__", None), "co_names", ())
 
 
 def sent(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +172,9 @@ def failed(shown: Any, kind: Any, error: Any, frames: Any) -> None:
     """
     if frames and traceback.extract_tb(frames)[-1].filename.endswith(LAUNCHERS):
         return
-    while getattr(error, "exceptions", None):  # an ExceptionGroup's
+    while any(
+        kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__
+    ):  # of Python, or of the package exceptiongroup
         error = error.exceptions[0]
     said = [*traceback.format_tb(error.__traceback__)[-2:], *traceback.format_exception_only(error)]
     rank = f"rank {os.environ['RANK']}\n" if "RANK" in os.environ else ""
