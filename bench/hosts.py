@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,17 +125,15 @@ def why_not() -> str | None:
         return str(error)
 
 
-def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = ()) -> str:
-    """Run `torchrun command` as one job with a node on each host. Each node has its own core, if there are enough.
+def torchrun(hosts: list[Host], *command: str) -> str:
+    """Run `torchrun command` as one job with a rank on each host. Each has its own core, if there are enough.
 
-    `processes` is the number of ranks of each node, one each if it is empty; rank 0 is on hosts[0]. Returns the
-    standard output of hosts[0]. When a node fails, the others are ended too, and RuntimeError carries the standard
-    error of all.
+    Rank 0 is on hosts[0]. Returns the standard output of hosts[0]. When a node fails, the others are ended too, and
+    RuntimeError carries the standard error of all.
     """
     cores = sorted(os.sched_getaffinity(0))
     # These hosts have no names, so gloo is told its interface, and torch need not mention the missing name.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    processes = processes or [1] * len(hosts)
     with ExitStack() as stack:
         nodes = []
         outs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in hosts]
@@ -143,7 +141,7 @@ def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = ()) ->
         for i, host in enumerate(hosts):
             node = ["setpriv", "--pdeathsig", "TERM", "taskset", "--cpu-list", str(cores[i % len(cores)])]
             node += [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node_rank={i}"]
-            node += [f"--master_addr={hosts[0].address}", "--master_port=29500", f"--nproc_per_node={processes[i]}"]
+            node += [f"--master_addr={hosts[0].address}", "--master_port=29500", "--nproc_per_node=1"]
             node = host.inside(*node, *command)
             nodes.append(subprocess.Popen(node, cwd=ROOT, env=environment, stdout=outs[i], stderr=errors[i]))
             stack.callback(_end, nodes[i])

@@ -1,7 +1,7 @@
 """What the benches measure beside our ring, and both passes of any of it.
 
-PyTorch's own context-parallel loop is private; ring-attention-pytorch runs the forward pass only. And our ring in one
-process: rank after rank computes both passes of flash_ring.py, on K and V that are there already.
+PyTorch's own context-parallel loop is private. And our ring in one process: rank after rank computes both passes of
+flash_ring.py, on K and V that are there already.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,14 +83,6 @@ class TorchLoop(torch.autograd.Function):
 def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str) -> Tensor:
     """PyTorch's own loop on local chunks. Errors as `torch_loops`."""
     return TorchLoop.apply(q, k, v, causal, layout)
-
-
-def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """ring-attention-pytorch's forward pass with its own defaults. Its tensors are (B, C, H, D)."""
-    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
-
-    with torch.no_grad():
-        return ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True).transpose(1, 2)
 
 
 def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -3,13 +3,11 @@
 ring_vs_full     ring_attn.py, beside blockwise attention in one process; memory when S and P grow together
 against_peers    the flash ring and other rings, beside the limit: fused attention in one process; memory
 
-$ python -m pip install ring-attention-pytorch==0.5.20    # another ring; left out if it is not installed
 $ python -m bench ring_vs_full against_peers
 """
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from bench import record
 from bench.memory import measured_ring
-from bench.peers import pip_ring, torch_loop, with_gradients
+from bench.peers import torch_loop, with_gradients
 from bench.record import Method, Results, bench, in_turn, pin
 from ring_attn import ring_attention
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
@@ -119,11 +117,11 @@ def ring_vs_full(
 
 CORES = 2
 BESIDE = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}  # memory
-LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
+LIMIT, TORCH, OWN = "limit", "torch's context-parallel loop", "ring_attn.py"
 FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
 FORWARD, CAUSAL, TRAIN = "forward", "causal forward", "causal forward and backward"
 CASES = {
-    FORWARD: [FULL, TORCH, PIP, OWN],
+    FORWARD: [FULL, TORCH, OWN],
     CAUSAL: [ZIGZAG, STRIPED, CONTIGUOUS, TORCH],
     TRAIN: [ZIGZAG, TORCH],
 }
@@ -144,7 +142,6 @@ def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> M
     others: dict[str, Callable[..., Tensor]] = {
         LIMIT: partial(F.scaled_dot_product_attention, is_causal=causal),
         TORCH: partial(torch_loop, causal=causal, layout=layout),
-        PIP: pip_ring,
         OWN: ring_attention,
     }
     ours = partial(ring_flash_attention, causal=causal, layout=layout)
@@ -152,14 +149,6 @@ def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> M
     if case == TRAIN:
         return alone, lambda: with_gradients(attention, *chunks)
     return alone, lambda: (attention(*chunks[:3]),)
-
-
-def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
-    """The rings that are measured against the limit in this case: the two slow ones up to S = 4096 only."""
-    left_out = {OWN, PIP} if seq_len > 4096 else set()
-    if not find_spec("ring_attention_pytorch") or dtype != "float32":  # in bfloat16 it raises on a CPU
-        left_out |= {PIP}
-    return [name for name in CASES[case] if name not in left_out]
 
 
 def measured_speed(
@@ -175,7 +164,7 @@ def measured_speed(
         for turn, seq_len in enumerate([lengths[0], *lengths]):  # the first turn warms up: connections, memory
             whole = [x.to(DTYPES[dtype]) for x in random_inputs(1, heads, heads, seq_len, head_dim)]
             for case in CASES:
-                names = rings_of(case, dtype, seq_len)
+                names = [name for name in CASES[case] if name != OWN or seq_len <= 4096]  # it is slow
                 methods = {name: method(name, case, whole, context) for name in (LIMIT, *names)}
                 more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
                 seconds, results = in_turn(context, methods, repetitions * more if turn else 1)

@@ -44,7 +44,6 @@ CHUNKS = {  # link's bytes a second: tokens of a rank, in steps of about √2 fr
     200_000_000: [256, 362, 512, 724, 1024, 1448, 2048, 2896],
     50_000_000: [1024, 1448, 2048, 2896, 4096, 5793, 8192],
 }
-PREDICTIONS = {"flops": "predicted", "flops_meanwhile": "predicted_meanwhile"}  # the knee that each one predicts
 
 
 def check_ring(context: RankContext) -> None:
@@ -62,8 +61,8 @@ def hop(sent: list[Tensor], received: list[Tensor]) -> None:
 
 def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:
     """Mean seconds of the ranks, then the median of the repetitions: of computing on a block; of a hop by itself; of
-    the whole overlapped ring; and in this ring, of the wait and of computing on the block that travels. A repetition
-    measures all of them in turn. Raises RuntimeError on rank 0 when the ring is wrong.
+    the whole overlapped ring; and in this ring, of the wait. A repetition measures all of them in turn. Raises
+    RuntimeError on rank 0 when the ring is wrong.
     """
     check_ring(context)
     q, k, v = torch.randn(3, 1, heads, chunk, head_dim, generator=torch.Generator().manual_seed(context.rank)).unbind()
@@ -84,7 +83,6 @@ def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, 
         with timeline.record(k) as events:
             row["ring"] = time_of(ring)
         row["waiting"] = seconds(events, "wait")
-        row["computing_meanwhile"] = seconds([event for event in events if event.round == 0], "compute")
         seen.append(row)
     return {name: median(row[name] for row in seen[1:]) for name in seen[0]}
 
@@ -97,25 +95,20 @@ def shares(row: Row) -> Row:
 def knee(rows: list[Row], layer: AttentionLayer) -> Row:
     """FLOP/s, bytes/s and the knee that they predict, for the rows of one link, and the knee measured.
 
-    FLOP/s and bytes/s are medians over the chunks. The FLOP/s reached while messages travel predict a second knee. The
-    measured knee is the one whose line is nearest to the shares: the sum of the distances is smallest.
+    FLOP/s and bytes/s are medians over the chunks. The measured knee is the one whose line is nearest to the shares:
+    the sum of the distances is smallest.
     """
-
-    def reached(computing: str) -> float:
-        return median(block_flops(layer, row["chunk"] ** 2) / row[computing] for row in rows)
 
     def distance(min_chunk: float) -> float:
         return sum(abs(row["hidden"] - hidden_share(row["chunk"], min_chunk)) for row in rows)
 
-    flops, flops_meanwhile = reached("computing"), reached("computing_meanwhile")
+    flops = median(block_flops(layer, row["chunk"] ** 2) / row["computing"] for row in rows)
     bandwidth = median(hop_bytes(layer, row["chunk"]) / row["messages"] for row in rows)
     candidates = [rows[0]["chunk"] * 1.01**i for i in range(600)]  # up to 390 times the first chunk
     return {
         "flops": flops,
-        "flops_meanwhile": flops_meanwhile,
         "bandwidth": bandwidth,
         "predicted": min_overlap_chunk(flops, bandwidth, layer),
-        "predicted_meanwhile": min_overlap_chunk(flops_meanwhile, bandwidth, layer),
         "measured": min(candidates, key=distance),
     }
 
@@ -124,17 +117,18 @@ def overlap_threshold_tables(results: Results) -> list[str]:
     """Times in milliseconds."""
     knees, rows = [], []
     for row in results["knees"]:
-        speeds = [x for name, c in PREDICTIONS.items() for x in (f"{row[name] / 1e9:.0f} GFLOP/s", f"{row[c]:,.0f}")]
         links = [f"{row[name] / 1e6:.0f} MB/s" for name in ("rate", "bandwidth")]
-        knees.append([*links, *speeds, f"{row['measured']:,.0f}"])
+        knees.append(
+            [*links, f"{row['flops'] / 1e9:.0f} GFLOP/s", f"{row['predicted']:,.0f}", f"{row['measured']:,.0f}"]
+        )
     predicted = {row["rate"]: row["predicted"] for row in results["knees"]}
     for row in results["rows"]:
-        times = [row[name] for name in ("computing", "computing_meanwhile", "messages", "waiting", "ring")]
+        times = [row[name] for name in ("computing", "messages", "waiting", "ring")]
         parts = [row["hidden"], hidden_share(row["chunk"], predicted[row["rate"]]), row["overhead"]]
         cells = [f"{row['rate'] / 1e6:g}", f"{row['chunk']:,}", *(f"{1e3 * time:.1f}" for time in times)]
         rows.append([*cells, *(f"{part:.0%}" for part in parts)])
-    found = "link | bytes/s | FLOP/s | knee predicted | FLOP/s meanwhile | knee predicted from it | knee measured"
-    heads = "link, MB/s | C | computing | meanwhile | hop | wait | ring | hidden | should be | overhead"
+    found = "link | bytes/s | FLOP/s | knee predicted | knee measured"
+    heads = "link, MB/s | C | computing | hop | wait | ring | hidden | should be | overhead"
     return [record.grid(found, knees), record.grid(heads, rows)]
 
 

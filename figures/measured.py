@@ -54,13 +54,12 @@ def overlap_threshold() -> drawing.Picture:
     """The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and
     for a slow link between two hosts. For each link a modelled line rises with the chunk up to 100% at the predicted
     knee, and stays there. The measured points rise and stay at 100% in the same way, those of the slow link at chunks
-    about four times as long. On the fast link the measured knee is left of the predicted one, near a second, dashed
-    line, which is for the FLOP/s that computing reaches while messages travel.
+    about four times as long. On either link the measured knee is about a tenth left of the predicted one.
     """
     looks = [("#8C1D40", "s"), (drawing.INK, "o")]  # fast link first; not the colour of a block: these are links
     results = record.load("overlap_threshold")
     title = "With chunks longer than the knee C*, a ring hides all its messages"
-    key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 · FLOP/s over bytes/s   dashed: FLOP/s meanwhile"
+    key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 · FLOP/s over bytes/s"
     on = results["machine"]
     shape = f"H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     machine = f"two hosts (network namespaces), a rank and a core each of {on['cores']}, {shape}, {on['date'][:10]}"
@@ -71,16 +70,15 @@ def overlap_threshold() -> drawing.Picture:
     chunks = sorted({row["chunk"] for row in results["rows"]})
     first, last = chunks[0] / 1.2, chunks[-1] * 1.2
     for knee, (colour, marker) in zip(results["knees"], looks, strict=True):
-        for name, dashes in (("predicted", "-"), ("predicted_meanwhile", (0, (4, 3)))):
-            c = knee[name]
-            line = [first * (c / first) ** (i / 60) for i in range(61)] + [last]
-            ax.plot(line, [hidden_share(C, c) for C in line], color=colour, lw=1.8, ls=dashes)
-        ax.plot(knee["predicted"], 1, marker="|", color=colour, ms=22, mew=1.8)
+        c = knee["predicted"]
+        line = [first * (c / first) ** (i / 60) for i in range(61)] + [last]
+        ax.plot(line, [hidden_share(C, c) for C in line], color=colour, lw=1.8)
+        ax.plot(c, 1, marker="|", color=colour, ms=22, mew=1.8)
         seen = [(row["chunk"], row["hidden"]) for row in results["rows"] if row["rate"] == knee["rate"]]
         ax.plot(*zip(*seen, strict=True), marker, color=colour, ms=9, mec=drawing.PAGE, mew=1.2)
-        text = f"{knee['rate'] / 1e6:g} MB/s\nC* predicted: {knee['predicted']:,.0f}\nmeasured: {knee['measured']:,.0f}"
+        text = f"{knee['rate'] / 1e6:g} MB/s\nC* predicted: {c:,.0f}\nmeasured: {knee['measured']:,.0f}"
         look = {"ha": "center", "va": "bottom", "color": colour, "weight": "bold", "fontsize": 0.72 * drawing.TEXT}
-        ax.annotate(text, (knee["predicted"], 1), xytext=(0, 12), textcoords="offset points", **look)
+        ax.annotate(text, (c, 1), xytext=(0, 12), textcoords="offset points", **look)
 
     names = [C for C in (2**i for i in range(40)) if first <= C <= last]
     ax.set_xticks(names, [f"{C:,}" for C in names])

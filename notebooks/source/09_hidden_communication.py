@@ -160,8 +160,8 @@ measured.overlap_threshold()
 
 # %% [markdown]
 # The model gives the right place and not the last digit: the rate of computing depends on the chunk, and a
-# message takes some time of the core that computes (which the dashed lines count). The two shortest chunks of the
-# fast link hide more than both lines say. We do not know why.
+# message takes some time of the core that computes. The two shortest chunks of the
+# fast link hide more than the line says. We do not know why.
 #
 # ## One slow link
 #

@@ -49,8 +49,8 @@ def links():
 @pytest.mark.usefixtures("_allowed")
 def test_a_ring_over_two_nodes_is_full_attention():
     with hosts.hosts(2, RATE) as both:
-        printed = hosts.torchrun(both, "ring_attn.py", "--seq-len", "37", processes=(1, 2))
-    assert "P = 3 ranks, S = 37 tokens" in printed
+        printed = hosts.torchrun(both, "ring_attn.py", "--seq-len", "37")
+    assert "P = 2 ranks, S = 37 tokens" in printed
     assert "ok    against full attention in float64" in printed
 
 
@@ -63,7 +63,7 @@ def test_a_node_that_never_meets_the_other_is_ended(monkeypatch):
         hosts.hosts(2, RATE) as both,
         pytest.raises(RuntimeError, match=r"host 0: status None (?s:.*)host 1: status [1-9]"),
     ):
-        hosts.torchrun(both, "ring_attn.py", processes=(1, -1))
+        hosts.torchrun(both, "--no-python", "sh", "-c", 'test "$GROUP_RANK" = 0 && sleep 600')
 
 
 def said(host, *command):
@@ -143,9 +143,9 @@ def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatc
 def test_a_rank_of_the_bench(ranks):
     """Without two hosts: the ranks are processes of this one."""
     row = ranks(2, one_hop)[0]
-    assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
+    assert set(row) == {"computing", "messages", "ring", "waiting"}
     assert all(seconds > 0 for seconds in row.values())
-    assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
+    assert row["waiting"] < row["ring"]
 
 
 def one_hop(context):
@@ -158,9 +158,9 @@ def test_knee_of_a_machine_by_hand(slower):
     layer, rows = AttentionLayer(8, 8, 64, itemsize=4), []
     for C in (256, 512, 1024, 2048, 4096):
         row = {"chunk": C, "computing": 4 * C**2 * 512 / 1e11, "messages": 2 * C * 512 * 4 / 1e8}
-        row["computing_meanwhile"] = slower * row["computing"]
-        row["waiting"] = max(0.0, row["messages"] - row["computing_meanwhile"])
-        row["ring"] = row["computing_meanwhile"] + row["waiting"] + row["computing"]
+        meanwhile = slower * row["computing"]
+        row["waiting"] = max(0.0, row["messages"] - meanwhile)
+        row["ring"] = meanwhile + row["waiting"] + row["computing"]
         rows.append({**row, **shares(row)})
         assert rows[-1]["hidden"] == pytest.approx(hidden_share(C, 2000 / slower))
     assert rows[-1]["overhead"] == pytest.approx((slower - 1) / 2)  # nobody waits, but one of two blocks takes longer
@@ -168,5 +168,4 @@ def test_knee_of_a_machine_by_hand(slower):
     rows[1]["hidden"] = -1.0  # a repetition disturbed
     for measured in (found.pop("measured"), knee(rows, layer)["measured"]):
         assert measured == pytest.approx(2000 / slower, rel=0.01)
-    right = {"flops": 1e11, "flops_meanwhile": 1e11 / slower, "bandwidth": 1e8}
-    assert found == pytest.approx({**right, "predicted": 2000, "predicted_meanwhile": 2000 / slower})
+    assert found == pytest.approx({"flops": 1e11, "bandwidth": 1e8, "predicted": 2000})
