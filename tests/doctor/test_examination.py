@@ -89,6 +89,9 @@ SECOND = [  # after a right one
     answer(LARGE_IN_16_BITS, WRONG, 2.0),
     answer(LARGE_IN_16_BITS, WRONG, float("inf")),
     answer(Question(replace(P3, dtype=torch.float32)), WRONG, 1e-4),
+    answer(Question(replace(P3, causal=True, dtype=torch.bfloat16)), WRONG, 32 / 128),  # not asked so in float64
+    answer(Question(Case(4, 24, dtype=torch.bfloat16)), WRONG, 32 / 128),  # nor so
+    answer(replace(IN_16_BITS, how="autocast"), WRONG, 32 / 128),
 ]
 RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
 HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; and the answers

@@ -206,25 +206,29 @@ def two_tiles(q, k, v):
 BUFFER = {}
 
 
-class Shared(torch.autograd.Function):
-    """The keys for the backward pass are in a buffer that all calls share."""
+class Recomputed(torch.autograd.Function):
+    """The backward pass computes the forward pass again, with the keys or the scale that the last call left."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
-        BUFFER["k"] = k
-        ctx.save_for_backward(q, v)
-        return ring_flash_attention(q, k, v)
+    def forward(ctx, q, k, v, scale, shared):
+        ctx.own, ctx.shared = {"q": q, "k": k, "v": v, "scale": scale}, shared
+        BUFFER.update(ctx.own)
+        return ring_flash_attention(q, k, v, scale=scale)
 
     @staticmethod
     def backward(ctx, d_out):
-        q, v = ctx.saved_tensors
-        leaves = [x.detach().requires_grad_() for x in (q, BUFFER["k"], v)]
+        *inputs, scale = (ctx.own | {ctx.shared: BUFFER[ctx.shared]}).values()
+        leaves = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            return torch.autograd.grad(ring_flash_attention(*leaves), leaves, d_out)
+            return *torch.autograd.grad(ring_flash_attention(*leaves, scale=scale), leaves, d_out), None, None
 
 
 def shared_buffer(q, k, v):
-    return Shared.apply(q, k, v)
+    return Recomputed.apply(q, k, v, None, "k")
+
+
+def scale_of_the_last_call(q, k, v, scale=None):
+    return Recomputed.apply(q, k, v, scale, "scale")
 
 
 def shared_output(q, k, v):
@@ -234,26 +238,6 @@ def shared_output(q, k, v):
         BUFFER.setdefault((out.shape, out.dtype), torch.empty_like(out.detach())).copy_(out.detach())
         out.data = BUFFER[out.shape, out.dtype]
     return out
-
-
-class Recomputed(torch.autograd.Function):
-    """The backward pass computes the forward pass again, with the scale that the last call left."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        return ring_flash_attention(*inputs, scale=BUFFER["scale"])
-
-    @staticmethod
-    def backward(ctx, d_out):
-        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            return torch.autograd.grad(ring_flash_attention(*leaves, scale=BUFFER["scale"]), leaves, d_out)
-
-
-def scale_of_the_last_call(q, k, v, scale=None):
-    BUFFER["scale"] = scale
-    return Recomputed.apply(q, k, v)
 
 
 def heads_of_the_first_call(q, k, v):
