@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from ringlab.models.mesh import TEXT, MeshOrGroup, placed
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.ring.documents import document_positions
-from ringlab.ring.layouts import Layout, LayoutName, layout_of, positions
+from ringlab.ring.layouts import Layout, LayoutName, is_own, layout_of, order, positions
 from ringlab.support.agreement import agree_same, members
 from ringlab.support.expect import expect
 from ringlab.support.extras import extra
@@ -94,7 +94,7 @@ def shard_batch(
         given = f"{S} tokens in the {layout} layout on {world_size} ranks"
         expect(S % multiple == 0, given, f"a multiple of {multiple}: pad_to=1 adds padding")
         same = {"the batch": number, "documents": documents, "causal": bool(causal), "layout": str(layout)}
-        return documents, same
+        return documents, same | {"its positions": order(layout, S, world_size) if is_own(layout) else None}
 
     documents = agree_same(check, group, expected="one batch for all of a ring: use no sampler by rank")[0]
     tokens = batch["input_ids"]

@@ -225,7 +225,6 @@ def arguments(
 
     Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
     """
-    layout_of(layout)
     expect(not model.training, "the model is in training mode", "model.eval(): dropout would differ from rank to rank")
     loop |= prepared(model, args, kwargs)
     tokens, config = loop["input_ids"], loop["generation_config"]

@@ -30,7 +30,7 @@ def attend_to_latents(module: nn.Module, q: Tensor, c: Tensor, rope: Tensor, **o
     """`ring_latent_attention` of what a layer passes, with the options of `ring_flash_attention`."""
     kind, asked = type(module).__name__, [x for x in ("window", "sinks", "softcap") if options.pop(x) is not None]
     small = passes_latents(module) and c.shape[1] == rope.shape[1] == 1  # of one head: else K and V came here
-    expect(small, f"{kind} passes no latents", f"{KEYS}; or, for a new layer, use_ring after it")
+    expect(small, f"{kind} passes no latents", KEYS)
     expect(not asked, f"{kind} has {', '.join(asked)}, which the ring of latents does not know", KEYS)
     known = {name: x for name, x in options.items() if name != "schedule"}
     return ring_latent_attention(q, c[:, 0], rope[:, 0], *weights_of(module), **known)

@@ -163,12 +163,9 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 
 def functions_of(forward: Any) -> list[Any]:
     """The functions that a forward pass goes through, from the outermost, without those of WRAPPERS."""
-    found = []
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        found.append(forward)
-        forward = getattr(forward, "__wrapped__", None)
-    return [each for each in found if getattr(each, "__globals__", {}).get("__name__") not in WRAPPERS]
+    function = getattr(forward, "__func__", forward)
+    inner = functions_of(function.__wrapped__) if hasattr(function, "__wrapped__") else []
+    return inner if getattr(function, "__globals__", {}).get("__name__") in WRAPPERS else [function, *inner]
 
 
 def code_of(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -43,7 +43,7 @@ from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text,
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import Layout, LayoutName, layout_of
 from ringlab.ring.schedule import Ring, Schedule
-from ringlab.support.agreement import check_mesh, members
+from ringlab.support.agreement import agree, check_mesh, members
 from ringlab.support.expect import expect
 from ringlab.support.processes import RankContext, launch
 
@@ -123,16 +123,23 @@ Way = type[Schedule]
 
 
 def placed(given: MeshOrGroup, layout: AnyLayout, way: Way = Ring) -> ContextParallel:
-    """All in one, where a mesh of one dimension is its group. Raises ValueError for unknown ones, and for two."""
+    """All in one, where a mesh of one dimension is its group. Raises ValueError for unknown ones, and for two.
+
+    Every rank calls it, and all raise if one does.
+    """
     one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout, way)
-    once = layout in ("zigzag", one.layout) and way in (Ring, one.way)
-    expect(once, f"layout is {layout}, way is {way}, and {one}", "the layout and the way in one place")
-    known = isinstance(one.way, type) and issubclass(one.way, Schedule)
-    expect(known, f"way is {one.way!r}", "the class of a way, such as AllGather")
-    layout_of(one.layout)
     where = one.mesh_or_group
     if isinstance(where, DeviceMesh) and where.ndim == 1:
         where = where.get_group()
+
+    def check() -> None:
+        once = layout in ("zigzag", one.layout) and way in (Ring, one.way)
+        expect(once, f"layout is {layout}, way is {way}, and {one}", "the layout and the way in one place")
+        known = isinstance(one.way, type) and issubclass(one.way, Schedule)
+        expect(known, f"way is {one.way!r}", "the class of a way, such as AllGather")
+        layout_of(one.layout)
+
+    agree(check, where)
     return replace(one, mesh_or_group=where)
 
 

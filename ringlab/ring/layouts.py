@@ -160,6 +160,11 @@ def positions(layout: str | Layout, seq_len: int, rank: int, world_size: int) ->
     return layout_of(layout).positions(seq_len, rank, world_size)
 
 
+def order(layout: str | Layout, seq_len: int, world_size: int) -> int:
+    """A number for the positions of all ranks, the same where they are the same. Raises ValueError as `positions`."""
+    return hash(tuple(tuple(positions(layout, seq_len, rank, world_size).tolist()) for rank in range(world_size)))
+
+
 def shard(x: Tensor, layout: str | Layout, rank: int, world_size: int) -> Tensor:
     """This rank's chunk (B, H, C, D) of x (B, H, S, D). Raises ValueError as `positions` does."""
     return x[:, :, positions(layout, x.shape[2], rank, world_size).to(x.device)]

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ringlab.ring.layouts import LAYOUTS, NAMED, Layout, check_lengths, layout_of
+from ringlab.ring.layouts import LAYOUTS, NAMED, Layout, check_lengths, layout_of, order
 from ringlab.ring.masks import Mask
 
 LARGEST_UPPER = 768  # rows of an upper triangle at most: the ring copies it in reverse order
@@ -181,7 +181,7 @@ class Partition:
     @cached_property
     def order(self) -> int:
         """A number for the positions of all ranks, the same where they are the same."""
-        return hash(tuple(torch.cat([self.positions(rank) for rank in range(len(self.lengths))]).tolist()))
+        return order(self.layout, self.seq_len, len(self.lengths))
 
     @cached_property
     def striped(self) -> bool:

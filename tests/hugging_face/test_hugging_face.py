@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ringlab.models.mesh import ContextParallel, build_mesh
 from ringlab.models.transformer import IGNORED
 from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import NAMED, Layout
 from ringlab.ring.schedule import Ring
 from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
@@ -475,8 +476,8 @@ def a_class_in_functions(rank):
 
 def of_one_class(rank):
     """A module takes the place of another of its class, which has other numbers."""
-    model = in_use(change=lambda model: setattr(model.model.layers[0], "mlp", Shifted(0)))
-    model.model.layers[0].mlp = Shifted(1)
+    model = in_use(change=lambda model: setattr(model.model.layers[0], "mlp", torch.nn.AvgPool2d(1)))
+    model.model.layers[0].mlp = torch.nn.AvgPool2d((3, 1), 1, (1, 0))
     model(**shard_batch(batch_of()))
 
 
@@ -498,15 +499,6 @@ ADALORA = {**Q, "total_step": 9}
 class Sums(torch.nn.Module):
     def forward(self, x):
         return x.cumsum(dim=1)
-
-
-class Shifted(torch.nn.Module):
-    def __init__(self, places):
-        super().__init__()
-        self.places = places
-
-    def forward(self, x):
-        return x.roll(self.places, dims=1)
 
 
 class Doubled(torch.nn.Module):
@@ -551,6 +543,11 @@ def bert(causal):
     model(**shard_batch(padded_alike(), causal=causal))
 
 
+def in_two_layouts(rank):
+    own = Layout("zigzag", NAMED["striped" if rank else "contiguous"].positions)
+    shard_batch({"input_ids": ROW}, layout=own)
+
+
 def a_document_with_padding(rank):
     batch = without("position_ids")(packed_batch(), rank)
     shard_batch({**without("labels")(batch, rank), "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
@@ -568,7 +565,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "a class that mixes": (after(a_class_that_mixes), "layers.0.mlp (Sums) of LlamaModel mixes tokens"),
     "a base model that mixes": (after(a_base_model_that_mixes), "(LlamaModel) of LlamaModel mixes tokens"),
     "a class in functions": (a_class_in_functions, "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
-    "a module of the same class": (of_one_class, "layers.0.mlp (Shifted) of LlamaModel mixes tokens"),
+    "a module of the same class": (of_one_class, "layers.0.mlp (AvgPool2d) of LlamaModel mixes tokens"),
     "pickled": (lambda rank: pickle.dumps(llama()), "a model in a ring was pickled, as torch.save(model) does; expect"),
     "a mixer, a second time": (a_second_time, "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
     "a head of each rank": (after(a_head_of_rank), WEIGHTS),
@@ -589,6 +586,11 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
     "causal on some ranks": (lambda rank: shard_batch({"input_ids": ROW}, causal=rank > 1), "disagree about causal"),
     "other layouts": (lambda rank: shard_batch({"input_ids": ROW}, None, OTHERS[rank]), "disagree about layout"),
+    "a misspelt layout of a rank": (
+        lambda rank: shard_batch({"input_ids": ROW}, layout="zig-zag" if rank == 1 else "zigzag"),
+        "rank 1: layout is 'zig-zag'; expected one of",
+    ),
+    "two layouts of one name": (in_two_layouts, "the ranks disagree about its positions"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
     "a loss of its own code": (lambda rank: bert(False), "BertForMaskedLM called its loss_function 0 time(s)"),
