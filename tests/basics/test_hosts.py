@@ -62,7 +62,7 @@ def job_of_two_hosts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=next(uuids)))
     monkeypatch.setattr(platform, "node", lambda: "here")
     monkeypatch.setattr(processes, "rendezvous", lambda url: iter([(store_of_hosts(), 5, 8)]))
-    monkeypatch.setattr(processes, "cpu_cores", lambda: 12)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12), raising=False)
     return calls
 
 

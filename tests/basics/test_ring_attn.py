@@ -356,11 +356,13 @@ BAD_OPTIONS = {
 }
 
 
-def test_a_pipe_is_no_file_to_write(tmp_path):
-    """To open it would wait for a reader for ever: --trace, the doctor's --html and the planner's --plot."""
+def test_a_pipe_is_no_file_to_write_and_a_file_no_folder(tmp_path):
+    """To open a pipe would wait for a reader for ever: --trace, the doctor's --html and the planner's --plot."""
     os.mkfifo(tmp_path / "x.svg")
-    with pytest.raises(ArgumentTypeError, match="of a file, in a folder that exists"):
-        new_file(".svg")(str(tmp_path / "x.svg"))
+    (tmp_path / "file").touch()
+    for name in ("x.svg", "file/x.svg", "none/x.svg"):
+        with pytest.raises(ArgumentTypeError, match="of a file, in a folder that exists"):
+            new_file(".svg")(str(tmp_path / name))
     assert new_file(".svg")(str(tmp_path / "y.svg")) == tmp_path / "y.svg"
 
 

@@ -267,6 +267,7 @@ def test_when_a_mistake_shows():
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
     assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
+    assert when((plain, OK), (causal, WRONG), (Case(4, 24), WRONG)) == ""  # neither alone tells it
     assert when((causal, WRONG)) == "in every question"
     assert when((plain, OK), (replace(plain, seq_len=774), WRONG)) == "with large sizes (C > 128) only"
     assert when((plain, OK), (replace(plain, sinks=True), WRONG), wrong="dsinks") == "with attention sinks only"

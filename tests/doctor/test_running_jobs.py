@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
+from ring_doctor.jobs.gradients import gradients_of
 from ring_doctor.jobs.job import GUARD, Job, run_job
 from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
@@ -58,7 +59,10 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
     "plain attention": ([(RING, "F.scaled_dot_product_attention(q, k, v, **options)")], "ring_not_called"),
     "sharded twice": ([(AT, f"{AT}    at = at[rank * len(at) // P :][: len(at) // P]\n")], "tokens_missing"),
     "means of means": ([(COUNT, "    count = count * P\n")], "mean_of_means"),
-    "means of means, in two passes": ([(COUNT, "    count = count * P\n"), TWICE], "mean_of_means"),
+    "means of means, in two passes, where 32 is ignored": (
+        [(COUNT, "    count = count * P\n"), TWICE, ("-100", "32")],
+        "mean_of_means",
+    ),
     "no sum": ([(SUM, "")], "gradients_not_reduced"),
     "two sums": ([(SUM, f"{SUM}{SUM}")], "gradients_times_p"),
     "DDP's mean": ([(SUM, ""), (WRAPPED, DDP)], "gradients_over_p"),
@@ -373,6 +377,21 @@ def test_the_gradient_of_a_weight_may_be_on_one_rank_only_if_both_get_the_new_we
     except CannotExamine as error:
         said = f"CANNOT TELL: {error}"
     assert re.match(says, said), said
+
+
+def test_a_gradient_is_wrong_on_the_rank_whose_optimizer_has_its_weight(tmp_path):
+    one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
+    torch.save(torch.tensor([2.0, 3.0]), many.folder / "before-0-weight-1.pt")
+    of_rank_1 = many.ranks[0]["steps"][0] | {"owned": ["weight"]}
+    many.ranks.append(many.ranks[0] | {"rank": 1, "steps": [of_rank_1]})
+    assert gradients_of(one, many, None, 0, "before").wrong_ranks == {1}
+
+
+def test_ranks_are_in_their_order_and_not_in_that_of_their_files(tmp_path):
+    for rank in range(11):
+        torch.save({"rank": rank}, tmp_path / f"seen-{rank}-of-11.pt")
+    job = run_job(f"cp {tmp_path}/*.pt $RING_DOCTOR_FOLDER", tmp_path / "seen", seconds=100)
+    assert [seen["rank"] for seen in job.ranks] == [*range(11)]
 
 
 @pytest.mark.parametrize(("norms", "names"), [((5.0, 5.0), []), ((5.0, 4.0), ["clipped_per_rank"])])

@@ -252,10 +252,11 @@ def on_a_mesh(context, dp):
     said = attempt(run, RingTrainer)
     as_torchrun()
     if context.world_size == dp:
-        return run(Trainer, "accumulation"), said
+        return (run(Trainer, "accumulation"), sft(SFTTrainer, "packed")), said
     mesh = init_device_mesh("cpu", (dp, context.world_size // dp), mesh_dim_names=("dp", "cp"))
     unequal = attempt(run, RingTrainer, more={"mesh": mesh}, accelerator_config={"even_batches": False})
-    return run(RingTrainer, "accumulation", more={"mesh": mesh}), said, unequal
+    of_sft = sft(partial(RingSFTTrainer, mesh=mesh), "packed")
+    return (run(RingTrainer, "accumulation", more={"mesh": mesh}), of_sft), said, unequal
 
 
 def with_fsdp2():
@@ -352,8 +353,9 @@ def test_what_would_be_wrong_is_refused_by_name(ring):
 
 
 def test_two_rings_are_a_trainer_on_two_processes(pool):
-    (result, said, unequal), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
-    same(result, exact)
+    (results, said, unequal), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
+    same(results[0], exact[0])
+    assert results[1][0]["num_tokens"] == exact[1][0]["num_tokens"] != []
     assert "accelerate sees 1 process(es) of 4" in said
     assert "a ring with a batch less would leave the others waiting" in unequal
 

@@ -64,7 +64,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     f"--model llama-3.1-8b {IDEAL_GPU} --hosts 2 --seq-len 32768 --optimizer adam8bit",
     f"{IDEAL_GPU} --layers 4 --hidden 4096 --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --per-host 3",
     "--model qwen3-30b-a3b --gpu gb200 --per-host 72 --seq-len 1048576 --optimizer adam-bf16 --tp 1 --cp 36",
-    "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill --memory 4e9",
+    "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill --memory 4e9 --heads 32",
     "--model qwen3-next-80b-a3b --gpu h200 --hosts 4 --seq-len 131072 --tp 2 --optimizer none",
     "--model deepseek-v3 --gpu b200 --hosts 16 --nics 1 --seq-len 65536 --loss pieces --flops 1e15",
     "--model deepseek-v3.2 --gpu h800 --hosts 64 --seq-len 131072 --optimizer adam8bit --loss pieces --tp 8",
@@ -341,6 +341,7 @@ def test_evidence_is_of_this_gpu_and_of_keys_and_values():
         said = f"17 measured steps of this kind, {own} on this GPU" if own else "not graded"
         assert (Plan(step).evidence, Plan(step).interval is None) == (said, own is None)
         assert Plan(replace(step, model=model_named("deepseek-v3"))).evidence == "not graded"
+    assert Plan(replace(HOST, per_host=16)).evidence == "not graded"  # no larger host was measured
     assert Plan(replace(step, hosts=1)).evidence == "kernel measured, step modelled"
     assert Plan(replace(step, hosts=1, model=model_named("deepseek-v3"))).evidence == "not graded"
     for own in ("--flops 5e14", "--bandwidth 2e11", "--host-bandwidth 2e10"):  # no measured GPU has these numbers
@@ -439,6 +440,7 @@ def test_no_options_end_in_a_traceback(seed):
 def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
     most = [*LLAMA.split(), "--hosts", "2048", "--nics", "8"]
     assert command.request_of(request_options(most))[0].gpus == 16_384
+    assert "longest context       1,073,740,800 tokens or more\n" in plan(f"{LLAMA} --memory 1e15")
     for name, (bounds, _) in OPTIONS.items():
         for number in bounds if bounds and not isinstance(bounds[0], str) else ():
             assert vars(request_options([f"--{name}", str(number)]))[name.replace("-", "_")] == number

@@ -17,10 +17,17 @@ from torch.utils.checkpoint import checkpoint
 import ring_attn
 import trainable_ring
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring.latent_ring import ring_latent_attention
 from tests.attention import assert_four, expected, gradients, grouped_inputs
 from tests.every_way import attention_of, cut, name_of, ranks_of, whole
 from tests.mistakes import assert_refused
 from tests.rings import chunks, even_lengths
+
+
+def of_latents(q, k, v):
+    """With latents and rotated keys of one head of K and V. Weights of 1."""
+    return ring_latent_attention(q, k[:, 0], v[:, 0, :, :2], q.new_ones(2, 2, 4), q.new_ones(2, 4, 4))
+
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,
@@ -29,11 +36,12 @@ RINGS = {
     "grouped_query": grouped_query.ring_attention,
     "trainable_ring": trainable_ring.ring_attention,
     "flash_ring": flash_ring.ring_flash_attention,
+    "latent_ring": of_latents,
     "flash_ring, plain blocks": functools.partial(flash_ring.ring_flash_attention, scale=-0.5),
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
 UNROUNDED = {"alias", "as_strided", "cat", "clone", "detach", "expand", "select", "slice", "stack", "transpose", "view"}
-UNROUNDED |= {"unsqueeze", "_unsafe_view"}
+UNROUNDED |= {"unsqueeze", "_unsafe_view", "new_ones", "select_backward", "slice_backward"}
 UNROUNDED |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros"}
 
 
@@ -81,7 +89,9 @@ def test_sums_are_wide_and_results_are_rounded_once(ranks, name):
         if name == "flash_ring, plain blocks":  # out of a block has q's dtype, plain or fused
             rounded += size * tiles
         rounded -= name == "trainable_ring"  # dK and dV are one tensor
-        assert ranks(size, watched_ring, name, *four) == [(set(), rounded)] * size
+        rounded += size * (name == "latent_ring")  # of each block the gradients of K and V, for two products in 16 bits
+        products = {"mm"} if name == "latent_ring" else set()
+        assert ranks(size, watched_ring, name, *four) == [(products, rounded)] * size
 
 
 def test_the_watch_sees_a_narrow_sum_and_a_rounding():
