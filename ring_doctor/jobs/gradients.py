@@ -51,7 +51,7 @@ class Gradients:
         """
         others, slack = dict(self.pairs), TERMS * eps_of("float64")
         at = [many.ranks[0]["steps"][step - 1]["sizes"], *(of["steps"][step]["sizes"] for of in many.ranks)]
-        for name in sent:
+        for name in [name for name in sent if all(others[name] in sizes for sizes in at)]:
             before, *now = (sizes[others[name]] for sizes in at)
             if off := [rank for rank, x in enumerate(now) if distance(x, now[0]) > slack]:
                 who = f"rank {off[0]} has another {name} than rank 0 after step {step}"

@@ -136,8 +136,7 @@ def failed_job(how: str, command: str, folder: Path) -> CannotExamine:
     errors = [file.read_text(errors="replace") for file in sorted(folder.glob("error-*"))]
     own = [error for error in errors if not LOST_CONNECTION.search(error)]
     said = [*own, *errors, (folder / "output").read_text(errors="replace")][0]
-    lines = [line for line in said.splitlines() if line.strip()]
-    lines = lines if errors else lines[-TAIL:]
+    lines = [line for line in said.splitlines() if line.strip()][0 if errors else -TAIL :]
     if len(lines) > 2 * TAIL:
         lines[TAIL:-TAIL] = ["..."]
     return CannotExamine("\n  | ".join([f"the job {how}: {command}", *lines]))

@@ -99,8 +99,7 @@ class Recorder:
             self.depth -= 1
         parts = flat(list(out.values()) if hasattr(out, "values") and not isinstance(out, self.torch.Tensor) else out)
         found = [x for x in parts if isinstance(x, self.torch.Tensor) and x.is_floating_point()]
-        if found:
-            x = max(found, key=lambda x: x.numel())
+        if found and (x := max(found, key=lambda x: x.numel())).numel() > 1:  # a loss is that of a shard
             self.now["dtypes"].add(str(x.dtype))
             square = self.torch.linalg.vector_norm(local(x.detach()), dtype=self.torch.float64) ** 2
             self.now["sums"][id(module)] = self.now["sums"].get(id(module), 0.0) + square
@@ -247,9 +246,8 @@ class Recorder:
                 x = whole(weight).detach().double()
                 self.sizes[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
             self.weights.setdefault(name, None if at else self.sizes.get(name))
-            x = weight.grad
-            if x is None and name in self.clipped:  # it was taken away after clipping
-                x = torch.zeros_like(weight)
+            taken = weight.grad is None and name in self.clipped  # after clipping
+            x = torch.zeros_like(weight) if taken else weight.grad
             if x is None or id(weight) not in given:
                 continue
             written.add(name)

@@ -53,8 +53,8 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """The verdict for other programs."""
-        said = {"level": self.level, "verdict": self.line, "mistakes": self.names}
-        return said | {"remarks": self.lines} | self.numbers
+        said = {"level": self.level, "verdict": self.line, "mistakes": self.names, "remarks": self.lines}
+        return said | self.numbers
 
     def __str__(self) -> str:
         lines = [self.line, *(f"  {line}" for line in self.lines)]

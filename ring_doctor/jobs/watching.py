@@ -24,10 +24,8 @@ from typing import Any
 import ring_doctor_recorder as recorder  # type: ignore[import-not-found]
 
 METHODS = "send broadcast gather scatter reduce allreduce allgather _allgather_base allgather_into_tensor_coalesced"
-METHODS += (
-    " all_gather_single reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced"
-)
-METHODS += " alltoall alltoall_base all_to_all_single"  # of a group of processes
+METHODS += " reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced"
+METHODS += " all_gather_single alltoall alltoall_base all_to_all_single"  # of a group of processes
 FUNCTIONAL = "torch.distributed._functional_collectives"  # which return a tensor
 FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor all_gather_single"
 FUNCTIONS += " all_gather_tensor_autograd all_to_all_single_autograd all_gather_single_autograd"
@@ -85,15 +83,15 @@ def watch(torch: Any) -> None:
         return seen.call(module, call, args, kwargs)
 
     torch.nn.Module.__call__ = called
-    optim = sys.modules["torch.optim.optimizer"]
 
     def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # Read as late as can be: hooks, and what a class of the user's does before super().step(), may sum gradients.
         kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind) and not steps_on(kind)]
         around(kinds[0], "step", lambda step, by, *args, **kw: seen.step(by) or step(by, *args, **kw))
         original(optimizer, *args, **kwargs)
         seen.optimizers.append(weakref.ref(optimizer))
 
-    around(optim.Optimizer, "__init__", made)
+    around(torch.optim.Optimizer, "__init__", made)
     atexit.register(seen.end_read_step)
 
 
@@ -123,7 +121,7 @@ def noted(seen: Any, note: Any, original: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def steps_on(kind: Any) -> bool:
-    """Whether the step of these optimizers calls another one, as super().step(), before which it may sum gradients."""
+    """Whether the step of these optimizers calls another one, as super().step()."""
     return "step" in getattr(getattr(inspect.unwrap(kind.step), "__code__", None), "co_names", ())
 
 

@@ -52,6 +52,16 @@ ZERO = """\
     for n, weight in enumerate(model.parameters()):
         dist.broadcast(weight.data, n % P)
 """
+SUMMING = """\
+class Summing(torch.optim.AdamW):
+    def step(self):
+        for weight in (weights := self.param_groups[0]["params"]):
+            dist.all_reduce(weight.grad)
+        torch.nn.utils.clip_grad_norm_(weights, 0.5)
+        super().step()
+
+
+def train("""
 MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
     "the labels of a shard": ([(SHARDS, "tokens.roll(-1, dims=1)\n")], "labels_per_shard"),
     "its last label ignored": ([(SHARDS, "F.pad(tokens[:, 1:], (0, 1), value=IGNORED)\n")], "labels_per_shard"),
@@ -109,7 +119,11 @@ HEALTHY = {
     "DDP, with the factor": [(SUM, ""), (WRAPPED, DDP), (" / count", " / count * P")],
     "another layout": [('"zigzag"', '"striped"')],
     "contiguous": [('"zigzag"', '"contiguous"')],
-    "another seed of the optimizer": [("lr=1e-2", "lr=1e-3")],
+    "summed in a step of the user's, at another rate": [
+        (f"{SUM}    torch.nn.utils.clip_grad_norm_({CLIP})\n", ""),
+        ("torch.optim.AdamW(model.parameters(), lr=1e-2", "Summing(model.parameters(), lr=1e-3"),
+        ("def train(", SUMMING),
+    ],
     "two backward passes": [TWICE],
     "nothing is shared out": [
         (AT, "    at = torch.arange(S)\n"),
@@ -428,6 +442,8 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     assert recorder.plain("0._checkpoint_wrapped_module.wq.weight") == "0.wq.weight"
     seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     monkeypatch.setattr(gc, "get_objects", lambda: [body, head])  # among a million others it takes seconds
+    seen.call(body, lambda *_: torch.ones(1), (), {})
+    assert not seen.parts[-1]["sums"]  # of a loss, which is a shard's
     head(body(torch.ones(2))).sum().backward()
     seen.passes, seen.backwards = [recorder.fresh()], 1
     optimizers = [torch.optim.SGD(x.parameters()) for x in (body, head)]
