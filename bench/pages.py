@@ -8,7 +8,7 @@ import re
 from statistics import geometric_mean
 from typing import Any
 
-from bench import record, speed, wires  # noqa: F401  each names its benches
+from bench import record, speed
 from bench.record import BENCHES
 
 PAGE = record.ROOT / "bench/README.md"

@@ -15,8 +15,7 @@ nothing hides it. Our rings compute on the own block last: nothing hides the fir
 
     P rounds take     computing + (P-1)·max(computing, message)
 
-Shapes: q and out (H, C, D) on a rank, k and v (G, C, D), C = S/P. All numbers are modelled;
-bench/wires.py measures them.
+Shapes: q and out (H, C, D) on a rank, k and v (G, C, D), C = S/P. All numbers are modelled.
 
     $ python -m ring_planner.hidden_communication
     Table 2 (bf16; K: 1000 tokens): the smallest chunk that hides its messages; a sequence needs six of it

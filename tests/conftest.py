@@ -48,11 +48,11 @@ def world_size(request):
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
 LONG = ("doctor_running_jobs", "notebooks", "hugging_face_trainer", "models_train", "foreign_project")
-LONG += ("bench_on_hosts", "bench", "doctor_whole_model", "doctor_command", "doctor_sick_rings", "doctor_in_ci")
+LONG += ("bench", "doctor_whole_model", "doctor_command", "doctor_sick_rings", "doctor_in_ci")
 LONG += ("verdicts", "figures", "pages")
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "notebooks": "kernel", "house": "house"}
-TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "hugging_face_trainer": "trainer"}
+TOGETHER |= {"foreign_project": "environment", "hugging_face_trainer": "trainer"}
 TOGETHER |= {"doctor_running_jobs": "jobs"}
 
 

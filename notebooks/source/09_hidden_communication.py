@@ -36,8 +36,9 @@ from ring_planner.ways import Cluster
 # %% [markdown]
 # ## The failure
 #
-# Overlap alone hides nothing. Here the overlapping ring of chapter 6 runs in two network namespaces of one machine. They
-# play two hosts, which have one core each and a link of 50 MB/s between them (`python -m bench overlap_threshold`):
+# Overlap alone hides nothing. Here the overlapping ring of chapter 6 ran in two network namespaces of one machine. They
+# played two hosts, which had one core each and a link of 50 MB/s between them
+# ([the numbers](../bench/results/README.md#overlap_threshold)):
 
 # %%
 bench = record.load("overlap_threshold")

@@ -9,7 +9,7 @@ DeepSeek-V3 has 128 heads with D = 128, R = 64, Dv = 128, and L = 512. Its K and
 has 576: 71 times fewer. The price: every rank makes K and V of every block again, 2·L·H·(D + Dv) operations a token.
 That is as much as attention to L·(D + Dv)/(D + R + Dv) = 410 keys more. So it pays where messages of K and V would not
 be hidden: in 16 bits, where a query meets fewer keys in a block than FLOP/s reached / bytes/s of the link - 410.
-bench/wires.py measures it; `ring-plan` counts, for a cluster, that hidden messages slow the computing too.
+`ring-plan` counts, for a cluster, that hidden messages slow the computing too.
 
 For decoding, `absorbed` makes no K and V at all: the queries meet the latents, one K/V head of L + R numbers.
 

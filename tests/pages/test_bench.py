@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import memory, pages, record, speed, wires
+from bench import __main__ as command
+from bench import memory, pages, record, speed
 from bench.pages import BENCHES
-from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import laps
 
@@ -128,23 +128,19 @@ def doubled(q, k, v, **options):
     return 2 * q
 
 
-def too_large(*qkv, **options):
-    return 1.001 * ring_flash_attention(*qkv, **options)
+def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone):
+    monkeypatch.setattr(speed, "torch_loop", doubled)
+    with pytest.raises(RuntimeError, match=r"forward, float32.*off by"):
+        speed.measured_speed(alone, [16], 2, 8, 1)
 
 
-MISTAKES = [  # the name replaced and its mistake; the work of a rank and its sizes; words of the refusal
-    ("bench.speed.torch_loop", doubled, speed.measured_speed, ([16], 2, 8, 1), "forward, float32"),
-    ("bench.wires.ring_flash_attention", too_large, wires.check_ring, (), "the ring between"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "mistake", "work", "sizes", "says"), MISTAKES, ids=[it[2].__name__ + it[4] for it in MISTAKES]
-)
-def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, name, mistake, work, sizes, says):
-    monkeypatch.setattr(name, mistake)
-    with pytest.raises(RuntimeError, match=f"{says}.*(is wrong|off by|differs)"):
-        work(alone, *sizes)
+def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["bench", "max_context"])
+    assert command.main() == 0
+    assert capsys.readouterr().out.startswith("max_context: nothing measured: a hard limit")
+    assert list(tmp_path.iterdir()) == []
 
 
 # The longest context in a fixed memory --------------------------------------------------------------------------------
