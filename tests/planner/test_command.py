@@ -440,6 +440,8 @@ def test_no_options_end_in_a_traceback(seed):
 def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
     most = [*LLAMA.split(), "--hosts", "2048", "--nics", "8"]
     assert command.request_of(request_options(most))[0].gpus == 16_384
+    wider = command.request_of(request_options([*LLAMA.split(), "--hidden", "8192"]))[0].model
+    assert (wider.heads, wider.head_dim) == (32, 256)
     assert "longest context       1,073,740,800 tokens or more\n" in plan(f"{LLAMA} --memory 1e15")
     for name, (bounds, _) in OPTIONS.items():
         for number in bounds if bounds and not isinstance(bounds[0], str) else ():
