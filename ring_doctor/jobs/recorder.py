@@ -24,7 +24,6 @@ from typing import Any
 FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
 STEPS = int(os.environ["RING_DOCTOR_STEPS"])
 MOVE = os.environ.get("RING_DOCTOR_MOVE", "")  # a dtype: weights are moved by one unit of it before the first step
-WRAPPERS = r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."  # in a weight's name
 OF_WEIGHTS = ("torch.distributed.fsdp", "torch.nn.parallel")  # whose messages carry weights and gradients
 KEPT = 200  # parts that may wait for a backward pass
 LARGEST = 2**24  # whole numbers that are kept of one argument
@@ -246,8 +245,8 @@ class Recorder:
                 x = whole(weight).detach().double()
                 self.sizes[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
             self.weights.setdefault(name, None if at else self.sizes.get(name))
-            taken = weight.grad is None and name in self.clipped  # after clipping
-            x = torch.zeros_like(weight) if taken else weight.grad
+            # One that was taken away after clipping is 0.
+            x = torch.zeros_like(weight) if weight.grad is None and name in self.clipped else weight.grad
             if x is None or id(weight) not in given:
                 continue
             written.add(name)
@@ -298,7 +297,7 @@ class Recorder:
 
 def plain(name: str) -> str:
     """A name without those of wrappers."""
-    return re.sub(WRAPPERS, "", name)
+    return re.sub(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
 
 def local(x: Any) -> Any:
