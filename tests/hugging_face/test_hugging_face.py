@@ -451,10 +451,6 @@ def a_forward_that_mixes(model, rank):
         mlp.forward = lambda x: type(mlp).forward(mlp, x.cumsum(dim=1))
 
 
-def a_class_that_mixes(model, rank):
-    model.model.layers[0].mlp.__class__ = Sums
-
-
 def a_base_model_that_mixes(model, rank):
     forward = model.model.forward
 
@@ -560,9 +556,7 @@ OTHERS = ("zigzag", "zigzag", "contiguous")  # layouts of the three ranks
 STEPS = {  # what is done with a model after use_ring, or with its loss
     "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
     "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
-    "a mixer": (after(a_mixer), "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
     "a forward that mixes": (after(a_forward_that_mixes), "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
-    "a class that mixes": (after(a_class_that_mixes), "layers.0.mlp (Sums) of LlamaModel mixes tokens"),
     "a base model that mixes": (after(a_base_model_that_mixes), "(LlamaModel) of LlamaModel mixes tokens"),
     "a class in functions": (a_class_in_functions, "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
     "a module of the same class": (of_one_class, "layers.0.mlp (AvgPool2d) of LlamaModel mixes tokens"),
@@ -590,7 +584,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
         lambda rank: shard_batch({"input_ids": ROW}, layout="zig-zag" if rank == 1 else "zigzag"),
         "rank 1: layout is 'zig-zag'; expected one of",
     ),
-    "two layouts of one name": (in_two_layouts, "the ranks disagree about its positions"),
+    "two layouts of one name": (in_two_layouts, "the ranks disagree about the positions of the layout; expected one"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
     "a loss of its own code": (lambda rank: bert(False), "BertForMaskedLM called its loss_function 0 time(s)"),
