@@ -94,9 +94,8 @@ def shard_batch(
         given = f"{S} tokens in the {layout} layout on {world_size} ranks"
         expect(S % multiple == 0, given, f"a multiple of {multiple}: pad_to=1 adds padding")
         same = {"the batch": number, "documents": documents, "causal": bool(causal), "layout": str(layout)}
-        return documents, same | {
-            "the positions of the layout": order(layout, S, world_size) if is_own(layout) else None
-        }
+        same["the positions of the layout"] = order(layout, S, world_size) if is_own(layout) else None
+        return documents, same
 
     documents = agree_same(check, group, expected="one batch and layout in a ring: use no sampler by rank")[0]
     tokens = batch["input_ids"]
