@@ -31,14 +31,14 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
 )
 TOOLS = {"ring_planner", "ring_doctor"}  # they stand beside each other
 CODE = {  # what is in it, and how many lines of code at most: some more than there are, so that nobody packs a line
-    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2740),
-    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4940),
-    "the tools": ("ring_doctor ring_planner", 7380),
-    "the tests": ("tests", 17020),
-    "the pages": ("notebooks figures bench examples book", 9650),
+    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2735),
+    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4765),
+    "the tools": ("ring_doctor ring_planner", 7290),
+    "the tests": ("tests", 16500),
+    "the pages": ("notebooks figures bench examples book", 8600),
 }
 LONGEST = 320  # lines of a file of the package
-README, FILES, TOP = 110, 456, 20  # lines; files in git; names at the top level but those that begin with a dot
+README, FILES, TOP = 110, 436, 20  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1335  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 

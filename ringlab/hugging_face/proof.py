@@ -280,7 +280,7 @@ def check_gradients(model: PreTrainedModel, ids: Tensor, first: int) -> None:
         return
     name = next((name for name, x in seen if mixes(x, embedded[0])), "")
     raise ValueError(
-        f"{name} ({type(model.get_submodule(name)).__name__}) of {kind} mixes tokens without "
+        f"{name or 'the model itself'} ({type(model.get_submodule(name)).__name__}) of {kind} mixes tokens without "
         f"AttentionInterface, as a convolution, a state or an attention of its own does; expected no such part: each "
         f"rank would compute it for its shard alone"
     )

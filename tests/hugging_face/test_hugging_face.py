@@ -557,7 +557,10 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
     "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
     "a forward that mixes": (after(a_forward_that_mixes), "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
-    "a base model that mixes": (after(a_base_model_that_mixes), "(LlamaModel) of LlamaModel mixes tokens"),
+    "a base model that mixes": (
+        after(a_base_model_that_mixes),
+        "the model itself (LlamaModel) of LlamaModel mixes tokens",
+    ),
     "a class in functions": (a_class_in_functions, "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
     "a module of the same class": (of_one_class, "layers.0.mlp (AvgPool2d) of LlamaModel mixes tokens"),
     "pickled": (lambda rank: pickle.dumps(llama()), "a model in a ring was pickled, as torch.save(model) does; expect"),
