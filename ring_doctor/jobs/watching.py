@@ -170,9 +170,8 @@ def failed(shown: Any, kind: Any, error: Any, frames: Any) -> None:
     """
     if frames and traceback.extract_tb(frames)[-1].filename.endswith(LAUNCHERS):
         return
-    while any(
-        kind.__name__ == "BaseExceptionGroup" for kind in type(error).__mro__
-    ):  # of Python, or of the package exceptiongroup
+    # A group is one of Python, or of the package exceptiongroup.
+    while any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__):
         error = error.exceptions[0]
     said = [*traceback.format_tb(error.__traceback__)[-2:], *traceback.format_exception_only(error)]
     rank = f"rank {os.environ['RANK']}\n" if "RANK" in os.environ else ""
