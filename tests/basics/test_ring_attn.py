@@ -316,8 +316,8 @@ def test_a_wrong_result_is_the_status_of_the_only_rank_that_knows(ranks, monkeyp
     assert "WRONG against full attention in float64" in outcomes[0][2]
     monkeypatch.setenv("WORLD_SIZE", "3")  # under torchrun it is that of its process
     monkeypatch.setattr(command, "join_ring", nullcontext)
-    monkeypatch.setattr(command, "run", lambda *_: 1)
-    assert command.main(ring_attention, []) == 1
+    monkeypatch.setattr(command, "run", lambda device, *_: ["auto", "cpu"].index(device))
+    assert command.main(ring_attention, ["--device", "cpu"]) == 1
 
 
 def test_what_the_record_says_by_hand(capsys):
@@ -382,7 +382,7 @@ def test_bad_options_end_with_one_line_and_status_2(capsys, options):
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_under_torchrun_only_one_rank_complains(monkeypatch, capsys, rank, lines):
-    for name, value in (("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 8), ("RANK", rank)):
+    for name, value in (("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 4), ("RANK", rank)):
         monkeypatch.setitem(os.environ, name, str(value))
     with pytest.raises(SystemExit) as end:
         command.main(ring_attention, ["--seq-len", "7"])
@@ -390,12 +390,16 @@ def test_under_torchrun_only_one_rank_complains(monkeypatch, capsys, rank, lines
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
-def test_every_option_is_read():
-    """One token for each rank is enough."""
+def test_every_option_is_read(monkeypatch):
+    """One token for each rank is enough. And q, k and v may fill the memory: 1152 bytes."""
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 12, "SC_PHYS_PAGES": 96}.get)
     options = "--seq-len 4 --batch 2 --heads 3 --head-dim 4 --dtype float64 --device cpu --seed 5 --trace t.json"
     assert command.parse(options.split(), 4, 4) == Namespace(
         seq_len=4, batch=2, heads=3, head_dim=4, dtype=torch.float64, device="cpu", seed=5, trace=Path("t.json")
     )
+    for more in ("--seq-len 5", "--batch 3", "--heads 4", "--head-dim 5"):
+        with pytest.raises(SystemExit):
+            command.parse(f"{options} {more}".split(), 4, 4)
 
 
 BY_ITSELF = {"worked_example.py": "", "ring_attn.py": "ring      P = 4 ranks, S = 2048 tokens in chunks of 512"}
@@ -423,7 +427,8 @@ def test_the_check_of_the_result_can_fail(capsys, mistake):
     ("launched", "status"), [([0, 0, 0, 0], 0), ([1, 0, 0, 0], 1), (RuntimeError("a rank"), 1), (ValueError("bad"), 2)]
 )
 def test_exit_status(monkeypatch, capsys, launched, status):
-    def launch(*args, **options):
+    def launch(*args, device):
+        assert device == "auto"
         if isinstance(launched, Exception):
             raise launched
         return launched

@@ -12,7 +12,7 @@ import torch
 import worked_example as example
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import start, update
-from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.colours import BLOCK_COLOURS, paint
 from ringlab.support.rounding import exact_attention
 from tests.commands import check_shown
 
@@ -98,12 +98,22 @@ def test_its_own_bound_is_no_larger_than_the_derived_one():
     assert example.rounding() <= exact_attention(X, X, X)["out"].allowed.max()
 
 
-def test_gpu_and_round_select(capsys):
-    printed = run(capsys, "--gpu", "1", "--round", "2")
-    assert re.findall(r"^ROUND (\d)", printed, re.M) == ["2"]
-    assert re.findall(r"GPU (\d) holds KV(\d)", printed) == [("1", "3")]
+@pytest.mark.parametrize(
+    ("gpu", "t", "holds"),
+    [(0, 0, "KV0 (tokens 0 and 1)\n"), (1, 2, "KV3 (tokens 6 and 7), received from GPU 0; it started on GPU 3\n")],
+)
+def test_gpu_and_round_select(capsys, gpu, t, holds):
+    printed = run(capsys, "--gpu", str(gpu), "--round", str(t))
+    assert re.findall(r"^ROUND (\d)", printed, re.M) == [str(t)]
+    assert re.findall(r"GPU (\d) holds (.*\n)", printed) == [(str(gpu), holds)]
     result = printed.partition("RESULT")[2]
-    assert re.findall(r"^ +(\d) \|", result, re.M) == ["2", "3"]
+    assert re.findall(r"^ +(\d) \|", result, re.M) == [str(2 * gpu), str(2 * gpu + 1)]
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--round"])
+def test_there_is_no_fifth_gpu_or_round(option):
+    with pytest.raises(SystemExit):
+        example.main([option, "4"])
 
 
 def test_the_docstring_shows_what_is_printed(capsys):
@@ -118,7 +128,9 @@ def test_width_and_colour(capsys, monkeypatch):
         assert "\033" not in printed
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\033[1;38;2;0;114;178mKV0" in run(capsys)
+    assert all("\033[1;38;2;0;114;178mKV0" in text for text in (run(capsys), paint(8, "KV0")))
+    monkeypatch.setenv("NO_COLOR", "")
+    assert "\033" not in run(capsys) + paint(8, "KV0")
 
 
 def test_it_can_be_taken_away_alone(monkeypatch, capsys):
