@@ -16,7 +16,8 @@
 # - merge two results over different keys into one,
 # - say why partial results must be rescaled.
 #
-# The road, 1 of 8. 16 minutes to read, 10 for the exercises. Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb).
+# The road, 1 of 8. You need softmax attention only; next comes [2 · blockwise attention and
+# memory](02_blockwise_attention.ipynb). 16 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math

@@ -15,8 +15,8 @@
 # - say how much memory it needs,
 # - say why the blocks may come in any order.
 #
-# The road, 2 of 8. 12 minutes to read, 10 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
-# Next: [3 · the worked example](03_worked_example.ipynb).
+# The road, 2 of 8. You need [1 · online softmax](01_attention_to_online_softmax.ipynb); next comes [3 · the worked
+# example](03_worked_example.ipynb). 12 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math

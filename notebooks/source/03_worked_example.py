@@ -15,8 +15,8 @@
 # - compute one round with a pocket calculator,
 # - say what is wrong when block outputs are added.
 #
-# The road, 3 of 8. 12 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
-# Next: [4 · the ring](04_the_ring.ipynb).
+# The road, 3 of 8. You need [1 · online softmax](01_attention_to_online_softmax.ipynb); next comes [4 · the
+# ring](04_the_ring.ipynb). 12 minutes to read, 15 for the exercises.
 #
 # The numbers are those of a worked example in a course on the paper. It adds averages: after two rounds
 # it has 3.731 for token 0, and 2.269 is right.

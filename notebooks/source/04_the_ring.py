@@ -16,8 +16,9 @@
 # - explain every line of `ring_forward` and `hop`, the ring of `ring_attn.py`,
 # - **write Ring Attention yourself**. The last exercise runs your ring on real processes, and the doctor examines it.
 #
-# The road, 4 of 8. 17 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
-# Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
+# The road, 4 of 8. You need [3 · the worked example](03_worked_example.ipynb); next comes [5 · the backward
+# pass](05_backward.ipynb).
+# 17 minutes to read, 10 for the exercises; half an hour more, when you like, for the last one: the ring.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import numpy as np
@@ -250,12 +251,21 @@ print(check_ring_order(my_order))
 # - Return the rows of full attention for the queries of this rank: (B, H, C, D), in float64. No causal mask; the scale is $1/\sqrt D$.
 # - Q stays. K and V go from neighbour to neighbour, in $P - 1$ hops. No rank keeps all blocks.
 #
-# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge`: you have met all of them above and in chapter 1. Write one function, its helper
-# functions inside of it. The [doctor](15_rings_that_were_wrong.ipynb) examines your ring on 3 and 4 processes, in some ten seconds, a deadlock in half a minute. It compares with full
+# You may use what the cell imports: this chapter and chapter 1 show all of it. Write one function, its helper functions inside of it. The
+# [doctor](15_rings_that_were_wrong.ipynb) examines your ring on 3 and 4 processes, in some ten seconds, a deadlock in half a minute. It compares with full
 # attention in float64, and says which mistake it finds, or in which line each rank waits.
 
 
 # %%
+import math
+
+import torch
+import torch.distributed as dist
+
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, merge, start, update
+
+
 # The goal of this chapter: your own ring. Take half an hour.
 def my_ring(q, k, v):
     return ...

@@ -15,8 +15,8 @@
 # - say why dK and dV travel and dQ does not,
 # - count the [hops](../docs/glossary.md#hop) and the bytes of the [backward pass](../docs/glossary.md#backward-pass).
 #
-# The road, 5 of 8. 19 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
-# [6 · overlap](06_overlap.ipynb).
+# The road, 5 of 8. You need [4 · the ring](04_the_ring.ipynb); next comes [6 · overlap](06_overlap.ipynb).
+# 19 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

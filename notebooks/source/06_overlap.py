@@ -16,8 +16,8 @@
 # - say why that takes two buffers, and why it needs no [even/odd order](../docs/glossary.md#evenodd-order),
 # - tell from two times which part of the messages is hidden.
 #
-# The road, 6 of 8. 15 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
-# [7 · causal balance](07_causal_balance.ipynb).
+# The road, 6 of 8. You need [4 · the ring](04_the_ring.ipynb); next comes [7 · causal
+# balance](07_causal_balance.ipynb). 15 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

@@ -16,8 +16,8 @@
 # - distribute the tokens in such a way that no rank waits,
 # - name three things that must follow that [layout](../docs/glossary.md#layout).
 #
-# The road, 7 of 8. 19 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
-# [8 · the trainable ring](08_the_trainable_ring.ipynb).
+# The road, 7 of 8. You need [4 · the ring](04_the_ring.ipynb); next comes [8 · the trainable
+# ring](08_the_trainable_ring.ipynb). 19 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

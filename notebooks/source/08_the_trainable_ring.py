@@ -16,8 +16,9 @@
 # - say where a [fused kernel](../docs/glossary.md#fused-kernel) goes, and what it needs there,
 # - put the ring into a model, and combine its gradients in the right way.
 #
-# The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
-# one of the tracks, see the end.
+# The road, 8 of 8. You need [5 · the backward pass](05_backward.ipynb), [6 · overlap](06_overlap.ipynb) and [7 · causal
+# balance](07_causal_balance.ipynb); next comes a [track](README.md#the-road-and-the-tracks).
+# 20 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

@@ -15,7 +15,8 @@
 # - put a kernel into the file that you copied, and say what to ask it first,
 # - cut any mask into the rectangles and triangles that a kernel computes.
 #
-# Track *train*. Before it: chapters 1 to 8. 14 minutes to read, 10 for the exercises. Next: [8b · on a GPU](08b_on_a_gpu.ipynb).
+# Track *train*. You need chapters 1 to 8; next comes [8b · on a GPU](08b_on_a_gpu.ipynb).
+# 14 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import inspect

@@ -18,8 +18,8 @@
 # - read a clock at the right moment,
 # - say which lines of a ring make the host wait.
 #
-# Track *train*. Before it: chapters 1 to 8. 13 minutes to read, 10 for the exercises. You need no GPU. Next:
-# [10 · a model in the ring](10_a_model_in_the_ring.ipynb).
+# Track *train*. You need chapters 1 to 8, and no GPU; next comes [10 · a model in the
+# ring](10_a_model_in_the_ring.ipynb). 13 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

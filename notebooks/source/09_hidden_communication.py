@@ -17,8 +17,8 @@
 # - count the memory of a chunk, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
 # - say how long a sequence P devices reach.
 #
-# Tracks *plan* and *other ways*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises. Next:
-# [13 · documents and windows](13_documents_and_windows.ipynb), and then [16 · the other ways round](16_the_other_ways_round.ipynb).
+# Tracks *plan* and *other ways*. You need chapters 1 to 8; next comes [13 · documents and
+# windows](13_documents_and_windows.ipynb). 21 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

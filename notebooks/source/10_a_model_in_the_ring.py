@@ -16,7 +16,8 @@
 # - say why the ring changes only one function of a transformer,
 # - choose between memory and time, and count how often K and V go round.
 #
-# Tracks *train* and *use*. Before it: chapters 1 to 8. 18 minutes to read, 15 for the exercises.
+# Tracks *train* and *use*. You need chapters 1 to 8; next comes [11 · meshes](11_meshes.ipynb) (*train*) or [13 ·
+# documents and windows](13_documents_and_windows.ipynb) (*use*). 18 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

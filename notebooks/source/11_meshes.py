@@ -18,7 +18,8 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 10. 20 minutes to read, 15 for the exercises.
+# Track *train*. You need chapters 1 to 8 and 10; next comes [12 · your own model](12_your_own_model.ipynb).
+# 20 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

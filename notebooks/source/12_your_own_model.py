@@ -14,8 +14,8 @@
 # - find out whether a model calls the ring, and whether it dropped a mask,
 # - put the ring into the model without changing its code, and train it.
 #
-# Track *train*. Before it: chapters 10 and 11. 19 minutes to read, 10 for the exercises. It needs transformers:
-# `pip install -e '.[hf]'`.
+# Track *train*. You need chapters 10 and 11, and transformers (`pip install -e '.[hf]'`); the track ends here.
+# 19 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -303,5 +303,4 @@ print(check_what_is_refused(my_refused))
 # </details>
 #
 # Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. [The
-# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. The track *train* ends here. The next chapter: [13
-# · documents and windows](13_documents_and_windows.ipynb).
+# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. The track *train* ends here.

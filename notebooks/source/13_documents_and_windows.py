@@ -17,7 +17,9 @@
 # - give a ring the documents and windows of your data,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 16 minutes to read, 15 for the exercises.
+# Tracks *plan*, *use* and *other ways*. You need chapters 1 to 8; next comes [14 · generation](14_generation.ipynb)
+# (*use*) or [16 · the other ways round](16_the_other_ways_round.ipynb) (*plan*, *other ways*).
+# 16 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

@@ -15,7 +15,7 @@
 # - merge what the [ranks](../docs/glossary.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# Track *use*. Before it: chapters 1 to 8 and 10. 16 minutes to read, 10 for the exercises.
+# Track *use*. You need chapters 1 to 8 and 10; the track ends here. 16 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import torch
@@ -269,4 +269,4 @@ print(check_bytes_of_a_token(my_bytes))
 # </details>
 #
 # Open [`generate.py`](../ringlab/models/generate.py) now: the spread cache and its one merge. Run it: `python -m ringlab.models.generate`.
-# The track *use* ends here. The next chapter: [15 · rings that were wrong](15_rings_that_were_wrong.ipynb).
+# The track *use* ends here.

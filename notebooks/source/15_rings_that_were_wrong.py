@@ -17,7 +17,7 @@
 # - say from the wrong results where in the ring the mistake must be,
 # - choose tests that these mistakes do not pass.
 #
-# Track *check*. Before it: chapters 1 to 8. 24 minutes to read, 15 for the exercises.
+# Track *check*. You need chapters 1 to 8; the track ends here. 24 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -402,5 +402,4 @@ print(check_new_mistake(my_mistake))
 #
 # Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces.
 # [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor found in public rings:
-# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). The track *check* ends here. The next chapter: [16 · the other ways
-# round](16_the_other_ways_round.ipynb).
+# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). The track *check* ends here.

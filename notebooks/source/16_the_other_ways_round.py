@@ -18,7 +18,8 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs, and which is the fastest inside a host.
 #
-# Tracks *plan* and *other ways*. Before it: chapters 1 to 9 and 13. 26 minutes to read, 10 for the exercises.
+# Tracks *plan* and *other ways*. You need chapters 1 to 9 and 13; next comes [17 · two speeds of
+# wire](17_two_speeds_of_wire.ipynb) (*plan*). 26 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

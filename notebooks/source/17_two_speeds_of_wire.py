@@ -17,7 +17,7 @@
 # - say which way is the fastest between hosts, and why,
 # - read a plan: what a whole training step spends its seconds and its bytes on.
 #
-# Track *plan*. Before it: chapters 9 and 16. 18 minutes to read, 10 for the exercises.
+# Track *plan*. You need chapters 9 and 16; the track ends here. 18 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
