@@ -20,6 +20,7 @@ import pytest
 from bench.scoreboard import grades, kernel_flops, layer_of, same_work, step_of
 from ring_planner import command, memory
 from ring_planner.known import KINDS, NOISE, SPREAD, fit
+from ring_planner.layers import Latents, LinearLayers
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
 from ring_planner.plan import Plan, Wish, best, candidates, changes, digits, gains, longest, ways_of
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
@@ -53,15 +54,16 @@ def plan(words):
 
 ANSWERS = Path(__file__).with_name("answers.txt")  # python -m tests.planner.test_command writes it
 IDEAL_GPU = "--gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9"
+IDEAL_MODEL = f"--model llama-3.1-8b {IDEAL_GPU}"
 ASKED = [  # each option, moved to where it shows; every kind of model, way and evidence
     LLAMA,
     f"{LLAMA} --sources --kernels best --task prefill",
     f"{LLAMA} --hosts 2 --cp 16 --tp 1 --recompute full --loss pieces --bandwidth 5e9 --host-bandwidth 1e9",
     f"{LLAMA} --hosts 2 --trainable 0.1 --weights 4bit --optimizer adam-bf16 --recompute selective",
     f"{LLAMA} --hosts 4 --nics 2 --cp 4 --tp 4 --batch 3 --seq-len 32768 --optimizer sgd",
-    f"{LLAMA} --kernels framework --tp 8 --recompute none --linear-dtype fp8 --trainable 0.25",
+    f"{LLAMA} --kernels framework --tp 8 --recompute none --linear-dtype fp8 --trainable 0.25 --seq-len 63488",
     f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.25' --task train",
-    f"--model llama-3.1-8b {IDEAL_GPU} --hosts 2 --seq-len 32768 --optimizer adam8bit",
+    f"{IDEAL_MODEL} --hosts 2 --seq-len 32768 --optimizer adam8bit",
     f"{IDEAL_GPU} --layers 4 --hidden 4096 --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --per-host 3",
     "--model qwen3-30b-a3b --gpu gb200 --per-host 72 --seq-len 1048576 --optimizer adam-bf16 --tp 1 --cp 36",
     "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill --memory 4e9 --heads 32",
@@ -69,7 +71,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     "--model deepseek-v3 --gpu b200 --hosts 16 --nics 1 --seq-len 65536 --loss pieces --flops 1e15",
     "--model deepseek-v3.2 --gpu h800 --hosts 64 --seq-len 131072 --optimizer adam8bit --loss pieces --tp 8",
     "--model mixtral-8x7b --gpu a100 --hosts 4 --per-host 4 --seq-len 65536 --trainable 0.01",
-    "--model llama-3.1-405b --gpu rtx-4090 --seq-len 131072",
+    "--model llama-3.1-405b --gpu rtx-4090",
     "--model llama-3.1-405b --gpu h100 --hosts 2 --seq-len 8192 --task prefill --tp 8",
 ]
 
@@ -100,8 +102,15 @@ def test_every_way_to_share_a_host_is_tried():
     assert set(tried) == {(cp, tp, again) for cp, tp in pairs for again in ("none", "selective", "full")}
     ways = {(each.step.way, each.step.split) for each in candidates(HOST, Wish(cp=8, tp=1, recompute="full"))}
     assert ways == {("ring", None), ("all-gather", None), ("all-to-all", None), ("hybrid", 2), ("hybrid", 4)}
-    two = candidates(replace(HOST, hosts=2), Wish(cp=16, tp=1, recompute="full"))
-    assert ("double ring", None) in {(each.step.way, each.step.split) for each in two}
+    flat, two = [("ring", None), ("all-gather", None)], ("double ring", None)
+    for hosts, per_host, cp, tp, ways in (  # heads for all of cp, and for half; a hybrid of whole hosts, or inside one
+        (2, 8, 16, 1, [flat[0], two, flat[1], ("all-to-all", None), *(("hybrid", g) for g in (2, 4, 8))]),
+        (8, 8, 4, 8, [*flat, ("all-to-all", None), ("hybrid", 2)]),
+        (8, 8, 8, 8, [*flat, ("hybrid", 2), ("hybrid", 4)]),
+        (3, 4, 12, 1, [flat[0], two, flat[1], ("all-to-all", None), ("hybrid", 2), ("hybrid", 4)]),
+    ):
+        step = replace(HOST, hosts=hosts, per_host=per_host, seq_len=49152, cp=cp, tp=tp)
+        assert [(each.way, each.split) for each in ways_of(step)] == ways
     assert {each.step.tp for each in candidates(HOST, Wish(cp=2))} == {1, 2, 4}
 
 
@@ -223,6 +232,22 @@ def test_the_memory_of_a_step_by_hand():
     assert step_bytes(lora)["state"] == pytest.approx(states / 4)
 
 
+def test_the_memory_of_a_prefill_by_hand():
+    """6 prompts of 1,024 tokens on cp 2 x tp 2: of 3,072 rows K and V of one head; 2,048 at once in a feedforward."""
+    step, kv = Step(TINY, IDEAL, 1, 4, 1024, batch=6, cp=2, tp=2, way="ring", task="prefill"), 2 * 4
+    at_work = 2 * 3072 * (3 * 8 + 2 * 4 + 2 * kv + 2 / 3 * 3 * 6)
+    counted = {"weights": TINY.parameters(), "K and V": 2 * 3072 * kv * 3, "a layer at work": at_work}
+    assert step_bytes(step) == pytest.approx(counted)
+    few = step_bytes(replace(step, batch=2))["a layer at work"]
+    assert few == pytest.approx(2 * 1024 * (3 * 8 + 2 * 4 + 2 * kv + 3 * 6))
+    of_8_bits = replace(step, gpu=replace(IDEAL, peak={"bf16": 1e3, "fp8": 2e3}), linear_dtype="fp8")
+    assert step_bytes(of_8_bits)["weights"] == TINY.parameters() - 3 * 3 * 8 * 6 / 2  # of feedforwards
+    hybrid = replace(TINY, linear=LinearLayers(2, 2, 1, 4, 8, 4))  # two states of 2 x 4 x 8 float32, on two GPUs
+    assert step_bytes(replace(step, model=hybrid))["K and V"] == 2 * 3072 * kv + 2 * 4 * 64 / 2
+    latent = replace(TINY, kv_heads=2, latents=Latents(5, 2, 3, 3))
+    assert step_bytes(replace(step, model=latent))["K and V"] == 2 * 3072 * (5 + 2) * 3
+
+
 HAND = Model("by hand", "", 16, 2048, 32, 8, 8192, 32000)
 
 
@@ -299,12 +324,27 @@ def test_what_is_known_is_used():
     assert (low < Plan(step).seconds < high, rows) == (True, 1)
     by_rate = command.request_of(request_options([*request[:-1], f"seq_len=8192 tp=8 tokens_s={8192 / 8 / 0.25}"]))[0]
     assert by_rate.known.factors == pytest.approx(step.known.factors)
-    for word in ("cp=8 tp=1 way=ring", "tp=4", "tp=8 hosts=2", "tp=8 batch=2", "tp=8 recompute=full"):
-        text = f"seq_len=8192 {word} seconds=0.25"
-        other = command.request_of(request_options([*request[:-1], text]))[0]
-        assert other.known.factors != pytest.approx(step.known.factors), word
-    two = command.request_of(request_options([*request, "--known", "seq_len=8192 cp=8 seconds=0.35"]))[0]
-    assert two.known.steps == 2
+    words = ("tp=8", "tp=4", "tp=8 hosts=2", "tp=8 batch=2", "tp=8 recompute=full", "tp=1 cp=8", "tp=1 cp=4")
+    texts = [f"seq_len=8192 {word} seconds=0.25" for word in (*words, "tp=1 cp=8 way=ring")]
+    others = [command.request_of(request_options([*request[:-1], text]))[0].known.factors for text in texts]
+    assert len({tuple(round(factor, 4) for factor in each) for each in others}) == len(texts)
+    two = [*request, "--known", "seq_len=8192 cp=8 seconds=0.35"]
+    for task, said in (("train", "2 steps of yours: "), ("prefill", "2 prefills of yours: ")):
+        text = [word.replace("0.25", "0.1").replace("0.35", "0.07") if task == "prefill" else word for word in two]
+        its = command.request_of(request_options([*text, "--task", task]))[0]
+        first, second = command.evidence_of(Plan(its))  # and no word of one step alone
+        assert (its.known.steps, first[: len(said)], second[:21]) == (2, said, "the plan is corrected")
+
+
+def test_options_beside_each_other():
+    """What is given beside a name, or beside numbers of one's own, is not dropped."""
+    words = [IDEAL_MODEL, f"{IDEAL_MODEL} --host-bandwidth 5e9", "--model deepseek-v3 --gpu h200 --heads 64"]
+    words += [f"--model qwen3-8b --gpu h100 --kernels {kernels}" for kernels in ("framework", "fa2")]
+    asked_for = [command.request_of(request_options(f"{each} --hosts 2 --seq-len 8192".split()))[0] for each in words]
+    ideal, nic, latents, framework, fused = asked_for
+    assert [it.gpu.host_bandwidth for it in (ideal, nic)] == [450e9, 5e9]
+    assert (latents.model.heads, latents.model.kv_heads) == (64, 64)  # K and V of every head are made
+    assert [(it.ours, it.eager) for it in (framework, fused)] == [(False, False), (True, True)]
 
 
 def request_options(words):
@@ -354,6 +394,29 @@ def test_evidence_is_of_this_gpu_and_of_keys_and_values():
 def test_hosts_agree_before_each_pass_of_a_layer(recompute, passes):
     of_two = Plan(replace(HOST, hosts=2, cp=16, recompute=recompute))
     assert f"wait for each other {32 * passes} times" in command.agreements_of(of_two)[0]
+    for alone in ({"cp": 1, "tp": 16}, {"cp": 2, "tp": 4}):  # of nobody, and of ranks of one host
+        assert command.agreements_of(Plan(replace(of_two.step, **alone))) == []
+
+
+@pytest.mark.parametrize(("task", "seconds"), [("train", 0.41984), ("prefill", 0.10496)])
+def test_a_layer_shorter_than_its_calls_waits_for_the_host(task, seconds):
+    """40 calls of 82 µs for each of 32 layers; of a training step a fourth is the forward pass."""
+    for times, gpu, waits in ((0.99, HOST.gpu, True), (1.01, HOST.gpu, False), (0.99, IDEAL, False)):
+        step = Plan(replace(HOST, task=task, gpu=gpu))
+        vars(step)["terms"] = {"attention": times * seconds}
+        assert step.waits_for_the_host == waits
+
+
+def test_up_to_what_length_latents_are_faster():
+    slow = replace(gpu_named("b200"), bandwidth=4e11)
+    step = Step(model_named("deepseek-v3"), slow, 1, 8, 65536, cp=4, tp=2, way="ring", kernels="cudnn")
+    (length,) = re.findall(r"attention is faster up to ([\d,]+) tokens of a GPU", Plan(step).latents()[1])
+    length = int(length.replace(",", ""))
+    for C, faster in ((length, True), (length + 1024, False)):
+        heads, latents = (
+            step_seconds(replace(step, seq_len=4 * C, latents=each))["attention"] for each in (False, True)
+        )
+        assert (latents < heads) == faster
 
 
 @pytest.mark.parametrize("words", [f"{LLAMA}", "--help"])
@@ -363,6 +426,7 @@ def test_a_closed_pipe_is_no_traceback(words):
     assert done.stderr == ""
 
 
+LORA = {"optimizer": "sgd", "trainable": 0.1, "weights": "4bit"}
 REFUSED = {
     "--model deepseek-v3 --gpu h200 --seq-len 32768 --kv-heads 1": "deepseek-v3 makes K and V of all heads",
     "--model llama-3.1-8b": "no --gpu was given; expected one of h100",
@@ -372,23 +436,31 @@ REFUSED = {
     f"{LLAMA} --tp 3": "tp is 3, GPUs of a host 8",
     f"{LLAMA} --nics 9": "nics is 9; expected 8 at most",
     f"{LLAMA} --seq-len 128K": "128K was given; type 131072; expected",
+    f"{LLAMA} --seq-len 1m": "1m was given; type 1048576; expected",
+    f"{LLAMA} --seq-len 7 --cp 8": "seq_len is 7; expected cp x tp = 8 tokens or more",
     f"{LLAMA} --batch 1.5": "1.5 was given; expected 1 to 1e+12",
     f"{LLAMA} --host-bandwidth 400e9": "400e9 was given; expected 1e+06 to 2e+11: bytes/s of a network card (NIC)",
     f"{LLAMA} --weights 4bit": "trainable is 1.0 with weights in 4bit; expected",
     f"{LLAMA} --gpu a100 --kernels cudnn": "kernels is 'cudnn' on a100-80; expected one of fa2, framework, best",
     f"{LLAMA} --flops 990": "990 was given; expected 1e+09 to 1e+18",
     f"{LLAMA} --flops 1e15": "expected 9.89e+14 at most",
-    f"{LLAMA} --loss pieces --task prefill": "loss is pieces for a prefill; expected --task train",
+    **{
+        f"{LLAMA} --{name} {value} --task prefill": f"{name} is {value} for a prefill; expected --task train"
+        for name, value in {"loss": "pieces", "recompute": "full", **LORA}.items()
+    },
     "--model llama-3.1-8b --gpu h100 --hosts 2049": "expected 16,384 at most",
     "--model llama-3.1-8b --gpu a100 --linear-dtype fp8": "linear_dtype is 'fp8' on a100-80; expected one of bf16",
     "--model llama-3.1-8b --gpu ideal": "gpu is ideal without flops, bandwidth, memory",
     f"{LLAMA} --known 'tp=8 seconds=1'": "expected seq_len=, seconds= or tokens_s=",
-    f"{LLAMA} --known 'seq_len=8192 seconds=1 tokens_s=1'": "expected seq_len=, seconds= or tokens_s=",
+    **dict.fromkeys(
+        (f"{LLAMA} --known 'seq_len=8192 {words}'" for words in ("seconds=1 tokens_s=1", "tp=8", "seconds=1 tokens=1")),
+        "expected seq_len=, seconds= or tokens_s=, and of batch, cp, hosts, recompute, seconds, seq_len, tokens_s, tp",
+    ),
     f"{LLAMA} --known 'seq_len=8192 seconds=fast'": "fast was given; expected 1e-09 to 1e+12: seconds of a known step",
     f"{LLAMA} --known 'seq_len=8192 tp=3 seconds=1'": "expected a step that these GPUs can share so",
     f"{LLAMA} --known 'seq_len=8192 recompute=some seconds=1'": "recompute is 'some'; expected one of none",
-    f"{LLAMA} --known 'seq_len=131072 tp=8 seconds=3'": "and attention alone takes",
-    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.06'": "or more: no products are faster than the data sheet",
+    f"{LLAMA} --known 'seq_len=131072 tp=8 seconds=3'": "7.35 s as no ring, cp 1, tp 8, recompute full, and attention",
+    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.06'": "0.0712 s or more: no products are faster than the data sheet",
     f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=5'": "expected 10 times as long at most: seconds, of a step",
 }
 
@@ -446,12 +518,6 @@ def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
     for name, (bounds, _) in OPTIONS.items():
         for number in bounds if bounds and not isinstance(bounds[0], str) else ():
             assert vars(request_options([f"--{name}", str(number)]))[name.replace("-", "_")] == number
-
-
-def test_help_names_every_option():
-    status, printed, _ = asked("--help")
-    assert status == 0
-    assert all(f"--{name} " in printed for name in (*OPTIONS, "known"))
 
 
 def test_the_command_needs_no_torch_and_no_scoreboard():

@@ -193,6 +193,8 @@ READ = [  # fields beside those of a Llama, or in their place; what a Model then
     ({"model_type": "llama"}, {"tied": False}),
     ({**USUAL, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": None}, {"layers": 32}),  # as in Qwen's
     ({"attn_type_list": [1] * 32}, {"layers": 32}),  # MiniMax M2: each is a layer of softmax attention
+    ({**DELTA, "full_attention_interval": 4}, {"layers": 32, "softmax_layers": 8}),
+    *(({"model_type": kind}, {"tied": True}) for kind in ("cohere", "cohere2", "gemma2", "gemma3_text")),
 ]
 
 
@@ -234,6 +236,7 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
         ({**LLAMA, "layer_types": ["full_attention", "mamba"]}, "mamba.*; expected full_attention only"),
         ({**LLAMA, "full_attention_interval": 4}, "has no field linear_num_value_heads; add it"),
         ({**LLAMA, "model_type": "gpt_neox"}, "model_type gpt_neox: a feedforward of two matrices; expected a gated"),
+        ({**LLAMA, **DELTA}, "linear_num_value_heads and no layer_types; expected the kind of each layer"),
         ({**LLAMA, "attn_type_list": [1, 0] * 16}, "attn_type_list: a hybrid of attention"),
         ({**QWEN, "decoder_sparse_step": 2}, "decoder_sparse_step: experts in some layers only"),
         (
@@ -250,9 +253,19 @@ def test_a_wrong_configuration_is_refused(content, said, tmp_path):
         model_named(str(tmp_path / "none.json"))
 
 
+def test_each_kind_of_model_that_is_not_counted_is_refused(tmp_path):
+    fields = "interleave_moe_layer_step mlp_only_layers attention_chunk_size hybrid_override_pattern attn_layer_indices"
+    fields += " linear_attn_config ssm_cfg mamba_d_state block_types"
+    kinds = "bert", "nemotron", "phi", "roberta", "starcoder2"
+    for field in [*((name, 1) for name in fields.split()), *(("model_type", kind) for kind in kinds)]:
+        with pytest.raises(ValueError, match=f"has {field[0]}.*: .*; expected"):
+            model_named(written(tmp_path, dict([*LLAMA.items(), field])))
+
+
 def test_a_name_that_does_not_exist_lists_those_that_do():
     with pytest.raises(ValueError, match=r"model is 'gpt-9'; expected a config.json, its folder, or one of llama"):
         model_named("gpt-9")
+    assert gpu_named("RTX 4090") is GPUS["rtx-4090"]
     with pytest.raises(ValueError, match=r"gpu is 'h9'; expected one of h100, .*l40s"):
         gpu_named("h9")
 
