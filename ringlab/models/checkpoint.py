@@ -158,6 +158,10 @@ class Checkpoints:
         assert isinstance(future, Future)  # the other kind is of an async_stager
         self._writing = future, unfinished
 
+    def written(self) -> bool:
+        """Whether this rank has written its slices of a `save` that is not finished yet."""
+        return self._writing is not None and self._writing[0].done()
+
     def finish(self) -> None:
         """Wait until the last `save` is on disk, and remove those that are no longer kept.
 

@@ -159,10 +159,13 @@ def _train(
         step += 1
         batch = read_batch(text, step, args.batch, args.seq_len, args.layout, *places)
         loss = take_step(model, optimizer, *(x.to(context.device) for x in batch), rate=RATE * min(1, step / WARM_UP))
-        facts = torch.stack([loss, loss.new_tensor(len(signals))])
+        facts = torch.stack([loss, *loss.new_tensor([len(signals), checkpoints.written()])])
         dist.all_reduce(facts)
-        losses.append(facts[0].item() / context.world_size)
-        stopped = facts[1].item() > 0  # a signal on any rank stops all of them, after the same step
+        summed, signalled, written = facts.tolist()
+        losses.append(summed / context.world_size)
+        stopped = signalled > 0  # a signal on any rank stops all of them, after the same step
+        if written == context.world_size or not math.isfinite(losses[-1]):
+            checkpoints.finish()  # at once: until then a run that is killed has the one before
         if not math.isfinite(losses[-1]):
             raise ValueError(f"the loss of step {step} is {losses[-1]}; {checkpoints.kept()}")
         if stopped or step % args.save_every == 0 or step == args.steps:

@@ -6,9 +6,11 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -244,6 +246,19 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
     torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
 
 
+def with_an_infinite_loss(context, options):
+    """On rank 1, in step 3, when step 2 may still be written."""
+    factors = iter([1.0, 1.0, math.inf if context.rank == 1 else 1.0])
+    with mock.patch.object(train, "batch_loss", lambda *args: next(factors) * batch_loss(*args)):
+        run(context, options)
+
+
+def test_a_loss_that_is_infinite_ends_the_run_behind_its_last_checkpoint(ranks, tmp_path, data):
+    words = ["the loss of step 3 is inf; the last whole checkpoint is ", "step-00000002, where --resume goes on"]
+    assert_refused(ranks, 2, words, with_an_infinite_loss, ["--out", tmp_path, "--data", data])
+    assert names(tmp_path) == ["step-00000002"]
+
+
 BAD = [
     (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
     (["--layers", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
@@ -404,8 +419,9 @@ def run_until_killed(context, options, moment):
         return real(*args, **kwargs)
 
     def before_step(context, step):
+        while step == 3 and not checkpoints.written():  # step 3 finishes that of step 2
+            time.sleep(0.01)
         if step == 4:
-            checkpoints.finish()  # that of step 2
             reached.append(step)
 
     class Kept(checkpoint.Checkpoints):
