@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from html import escape
 from importlib.util import find_spec
 from unittest import mock
@@ -35,7 +34,7 @@ BAD = [  # what is typed, and the sentence
     *((f"{HERE}:right --time-limit {n}", f"--time-limit is {n}; expected a number of seconds") for n in ("0", "inf")),
     (f"{HERE}:right --json /nowhere/x.json", "expected a name ending in .json of a file, in a folder that exists"),
     (f"{HERE}:right --html x.htm", "'x.htm' given, expected a name ending in .html"),
-    (f"{HERE}:right --model --quick", "a --model has no shorter way and is no ring of states"),
+    *((f"{HERE}:right --model {of}", "a --model has no shorter way and is no ring") for of in ("--quick", "--state")),
     ("", "ring-doctor: the following arguments are required: module:function"),
 ]
 
@@ -96,6 +95,7 @@ def test_a_page_shows_every_letter():
     shown = page(said, "a < b\nby <class 'int'>")
     for words in ("<question>", "<found>", "<lambda>", "a < b", "by <class 'int'>"):
         assert (escape(words) in shown, words in shown) == (True, False)
+    assert ('<h1 class="sick">' in shown, shown.count("<td class='sick'>"), shown.count("a &lt; b")) == (True, 1, 1)
 
 
 def test_the_signals_that_end_it_exit_with_their_number(monkeypatch):
@@ -125,12 +125,26 @@ def test_a_signal_ends_all_processes_at_once(tmp_path):
     assert b"Traceback" not in said
 
 
-def test_it_says_how_far_it_is_where_its_output_is_a_pipe(capsys, monkeypatch):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_it_says_how_far_it_is_and_clears_the_line_of_a_terminal(capsys, monkeypatch, terminal):
     monkeypatch.setattr(command, "QUIET", 0.02)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    said, wanted = [], f"\r{99 * '7'}%\x1b[K" if terminal else f"ring-doctor: {99 * '7'}%\n"
     with command.telling() as tell:
-        tell(" 37%  P = 3, causal")
-        time.sleep(0.2)
-    assert "ring-doctor:  37%  P = 3, causal\n" in capsys.readouterr().err
+        tell(f"{99 * '7'}% and more")
+        wait_for(lambda: said.append(capsys.readouterr().err) or [text for text in said if wanted in text], 1)
+    assert capsys.readouterr().err.endswith("\r\x1b[K") == terminal
+
+
+@pytest.mark.parametrize(("file", "homes"), [("a.py", ["."]), ("src/a.py", [".", "src"]), ("src/__init__.py", ["."])])
+def test_modules_are_found_in_the_project_and_in_its_src(tmp_path, monkeypatch, capsys, file, homes):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    for _ in range(2):
+        assert command.run(parse(["nowhere:f"])) == 2
+    assert sys.path == [*(str(tmp_path / home) for home in homes), "elsewhere"]
 
 
 FEW_ASKED = {"worlds": 3, "dtypes": "float64", "gradients": False}

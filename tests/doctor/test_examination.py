@@ -1,11 +1,12 @@
 """What is asked of which processes, and the verdict that follows from the answers. Most of it without processes."""
 
+import faulthandler
 import importlib
 import json
 import math
 import re
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,16 +20,18 @@ from ring_doctor import assertion
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, Answer, Examination
 from ring_doctor.asking.calls import noted, written
+from ring_doctor.asking.case import SIZES as SIZES_OF_V
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import ask_again, examination_of
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import AFTER, LSE, UNEQUAL, Question, kind
-from ring_doctor.assertion import assert_ring, examine
+from ring_doctor.asking.questions import AFTER, BESIDE, LSE, UNEQUAL, Question, kind
+from ring_doctor.assertion import assert_ring, examine, take_xray
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation, diagnose
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
+from ring_doctor.explaining.xray import on_paper
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
 from ring_doctor.report import Report, as_json, text
 from tests.doctor.examined import answer_on_paper, examined, on_these
@@ -109,12 +112,13 @@ HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; an
     (None, [answer(UNEQUAL_CHUNKS, FAILED, hangs=True), answer(PLAIN, WRONG)]),
     (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(PLAIN, WRONG)]),
     (8, [answer(PLAIN, WRONG)]),
+    (None, [answer(replace(PLAIN, how="views"), FAILED, says="rank 2 raised Y"), RAISED]),  # asked plainly it fails too
 ]
 CLAIMED = [  # a function, what is claimed, and the answers after a right one
     (odd_patients.with_sinks, {}, []),
     (odd_patients.own_chunk, {"causal": True}, []),
     (odd_patients.own_chunk, {}, []),
-    (odd_patients.own_chunk, {}, [answer(PLAIN, WRONG)]),
+    *((odd_patients.own_chunk, {"causal": causal}, [answer(PLAIN, WRONG)]) for causal in (False, True)),
     (odd_patients.with_sinks, {"unequal": False}, []),
     (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED)]),
     (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED), answer(GROUPED, OK)]),
@@ -141,7 +145,12 @@ TEXTS = {
     "text of infinity": [answer(PLAIN, WRONG, math.inf)],
     "text of 14 kinds": [answer(of_p3(batch=batch), WRONG) for batch in range(1, 15)],
 }
+XRAYED = {
+    f"text with {of} X-ray": replace(headline(1, [answer(PLAIN, WRONG)]), xray=on_paper(Case(3, 12), steps))
+    for of, steps in (("a right", RIGHT), ("a wrong", CATALOGUE["own_block_twice"].variants[0](RIGHT)))
+}
 REPORTS = {
+    **XRAYED,
     **{name: Report(Examination(PATIENT, answers), None, "none was taken") for name, answers in TEXTS.items()},
     **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
     **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
@@ -159,7 +168,7 @@ def verdict_of(name):
     """What follows from answers: the level, the first line and the remarks."""
     report = REPORTS[name]
     asked = (f"{it.state}: {it.question.words()}" for it in report.examination.answers)
-    lines = text(report).splitlines() if name in TEXTS else said(report)
+    lines = text(report).splitlines() if name in TEXTS | XRAYED else said(report)
     return "\n    ".join([name, *asked, *lines]) + "\n\n"
 
 
@@ -169,10 +178,65 @@ def test_a_verdict_follows_from_the_answers_and_assert_ring_from_it(name):
     report = REPORTS[name]
     assert verdict_of(name) in TOLD.read_text()
     assert report.healthy == (STATUS[report.level] == 0)
-    assert json.loads(json.dumps(as_json(report), allow_nan=False))["level"] == report.level
+    in_json = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert in_json["level"] == report.level
+    assert len(in_json["mistakes"]) <= FEW  # those of the verdict
     raises = nullcontext() if report.healthy else pytest.raises(AssertionError, match=f"^{SAID[report.level]}: ")
     with mock.patch.object(assertion, "examine", return_value=report), raises:
         assert_ring(odd_patients.right)
+
+
+@pytest.mark.parametrize(
+    ("named", "more", "changes", "unclear"),
+    [
+        *((n, {}, False, n in (0, 3)) for n in range(4)),  # of three names none is told
+        (0, {}, True, False),
+        (1, {"part": "dq"}, False, True),
+        (1, {"besides": ()}, False, True),
+        (1, {"besides": headline(1, [])}, False, False),
+    ],
+)
+def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, changes, unclear):
+    """Meanwhile one thread computes, and afterwards as many as before."""
+    report, parts = headline(named, [answer(PLAIN, WRONG, changes=changes)]), {"infer": [Finding("more")]}
+    parts["take_xray"] = "no ranks"
+    parts["diagnose"] = replace(report.diagnosis, **more)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(examination, "examination_of", return_value=report.examination))
+        threads = stack.enter_context(mock.patch.object(torch, "set_num_threads"))
+        for name, value in parts.items():
+            stack.enter_context(mock.patch.object(assertion, name, return_value=value))
+        found = examine(PATIENT)
+    assert (bool(found.inference), found.xray) == (unclear, "none was taken" if changes else "no ranks")
+    assert [call.args[0] for call in threads.call_args_list] == [1, torch.get_num_threads()]
+
+
+class Runs:
+    """The ranks of an X-ray: right ones, but for the sizes of V; the heads that they are asked with are noted."""
+
+    def __init__(self, *how):
+        self.heads, Runs.last = set(), self
+
+    def ask(self, question):
+        self.heads.add(question.case.heads)
+        twice = {"out": 2.0} if question.case.inputs == SIZES_OF_V else {}
+        return answer_on_paper(question, change=lambda case, x: {n: twice.get(n, 1.0) * y for n, y in x.items()})
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("claims", "heads"), [({}, 1), ({"heads": 2}, 1), ({"heads": 3}, 3), ({"heads_per_rank": 2}, 6)]
+)
+def test_an_xray_has_the_heads_that_a_ring_needs_and_a_third_run_where_two_are_right(claims, heads):
+    patient, failed = replace(PATIENT, **claims), answer(PLAIN, FAILED, says="no")
+    with mock.patch.object(assertion, "Job", Runs):
+        found = take_xray(patient, Question(Case(3, 12, head_dim=12)))
+    assert (Runs.last.heads, found.case.inputs, found.right) == ({heads}, SIZES_OF_V, False)
+    with mock.patch.object(Runs, "ask", return_value=failed), mock.patch.object(assertion, "Job", Runs):
+        said = take_xray(patient, PLAIN)
+    assert said == "none, because with P = 3, no mask, contiguous, C = 6, float64 it fails: no"
 
 
 # What is asked, of which job -----------------------------------------------------------------------------------------
@@ -220,7 +284,7 @@ def told(reply, quick=False, **claims):
 
     class Fake:
         def __init__(self, patient, size, *_):
-            self.patient, self.size, self.lost, self.asked, self.closed = patient, size, 0, 0, False
+            self.patient, self.size, self.lost, self.asked, self.closed, self.spoilt = patient, size, 0, 0, False, False
             made.append(self)
 
         def ask(self, question):
@@ -234,6 +298,9 @@ def told(reply, quick=False, **claims):
 
         def close(self):
             self.closed = True
+
+        def restart(self):
+            self.spoilt = False
 
     try:
         with mock.patch.object(examination, "Job", Fake):
@@ -285,6 +352,12 @@ def made_for_a_length(question, job):
     return OK if case.seq_len == 6 * case.world_size or job.keeps else answer(question, FAILED, raised=True)
 
 
+def keeps_heads(question, job):
+    """Wrong beside calls with other heads, and from then on in the same processes."""
+    job.spoilt = job.spoilt or question.how == f"{BESIDE}heads"
+    return WRONG if job.spoilt else OK
+
+
 def in_16_bits(to):
     steps = replace(RIGHT, block_out=lambda s, v: block_out(s, v).to(to).double())
     plain = lambda it: it.case.dtype == torch.bfloat16 and it.how == "plain"  # noqa: E731
@@ -332,6 +405,10 @@ def views(question):
     return question.how == "views"
 
 
+def two_calls(question):
+    return question.how == "interleaved" or question.how.startswith(BESIDE)
+
+
 def in_sbhd(other):
     return lambda question, job: OK if job.patient.tensors == "sbhd" else other
 
@@ -376,6 +453,8 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "is made for its first length, and refuses grouped queries": (made_for_a_length, {}),
     "has no such key": (raises("KeyError", "KeyError: 'LOCAL_RANK'"), {}),
     "knows no such size": (raises("KeyError", "KeyError: 6"), {}),
+    "keeps heads": (keeps_heads, {"worlds": 3}),
+    "is wrong in two passes, and beside other calls": (which(two_calls, WRONG), {"worlds": 3}),
     "refuses 3 ranks": (which(three), {}),
     "refuses 3 ranks, and is wrong with views on 4": (wrong_views_on_4, {}),
     "has an lse with a gradient": (always(lse_grad=True), {}),
@@ -486,6 +565,27 @@ def test_messages_are_noted_until_somebody_waits_for_them(ranks):
         assert re.search(line, one[0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "says", "is_one"),
+    [
+        *((of, "", True) for of in ("NameError", "UnboundLocalError", "AttributeError")),
+        *((of, "", True) for of in ("ImportError", "ModuleNotFoundError")),
+        *(
+            (of, f"{of}: Found no {by} driver", True)
+            for of in ("RuntimeError", "AssertionError")
+            for by in ("NVIDIA", "CUDA")
+        ),
+        ("TypeError", "TypeError: f() got an unexpected keyword argument 'causal'", True),
+        ("TypeError", "TypeError: unsupported operand type(s) for /: 'str' and 'int'", False),
+        ("KeyError", "KeyError: 'fp64'", False),
+        ("ValueError", "ValueError: no", False),
+        ("", "no CUDA", False),
+    ],
+)
+def test_a_typing_mistake_is_an_error_that_no_size_and_no_dtype_causes(kind, says, is_one):
+    assert answer(PLAIN, FAILED, kind=kind, says=says).typing_mistake == is_one
+
+
 def test_a_rank_that_computes_on_is_late_and_not_sick():
     with closing(Job(patient_of(odd_patients.computes_on), 3, 2.0, "cpu")) as job:
         assert job.ask(PLAIN).state == OK  # the first call: a compiler may take longer
@@ -500,18 +600,10 @@ def test_reading_stacks_kills_no_rank_that_imports_and_compiles(tmp_path):
         for i in range(40):
             importlib.reload(importlib.import_module("colorsys"))
             exec(compile(f"def f{i}(x):\n    return [x] * {i}\n" * 50, f"compiled {i}", "exec"), {})
+    assert not faulthandler.is_enabled()  # the file is closed
     [(line, ranks)] = lines_of_ranks(tmp_path).items()
     assert ranks == [0]
     assert line[0] == __file__
-
-
-@pytest.mark.parametrize("quick", [False, True])
-def test_where_every_wrong_answer_changes_there_is_nothing_to_explain(ranks, quick):
-    with on_these(ranks):
-        report = examine(odd_patients.new_numbers_each_time, worlds=3, dtypes="float64", gradients=False, quick=quick)
-    assert (report.level, report.examination.wrong) == ("wrong", [])
-    assert report.verdict.endswith("changes its answers from call to call")
-    assert (report.xray, report.inference) == ("none was taken", ())
 
 
 OWN = {

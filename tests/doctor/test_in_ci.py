@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 from xml.etree import ElementTree
@@ -131,6 +132,17 @@ def test_the_exit_status_says_the_level(capsys, level, status):
     assert capsys.readouterr().out == ("CANNOT TELL: no\n" if level == "cannot tell" else "report\n")
 
 
+def test_a_reader_that_has_read_enough_changes_no_status(capfd):
+    enough = mock.Mock(side_effect=BrokenPipeError)
+    outcome = mock.Mock(return_value=({"level": "wrong"}, "report", ""))
+    with (
+        mock.patch.multiple(command, of_attention=outcome, print=enough, create=True),
+        mock.patch("os.dup2") as to_nowhere,
+    ):
+        assert command.run(parse([RIGHT_RING])) == 1
+    to_nowhere.assert_called_once()
+
+
 def asked(how):
     """What an examination of `right` asks, whose ranks answer rightly at once: seeds, ranks, seconds; is it quick?"""
     made, cases = [], []
@@ -164,11 +176,18 @@ OPTIONS = {  # of the command, and of assert_ring; what is asked
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_an_option_reaches_the_questions(options):
+def test_an_option_reaches_the_questions(options, tmp_path):
+    """And the page of a right ring, which has no X-ray, is written; each step is told."""
     claims, expected = OPTIONS[options]
+    steps, page = [], tmp_path / "ring.html"
+    telling = mock.Mock(return_value=nullcontext(steps.append))
+    options = [RIGHT_RING, *options.split(), f"--html={page}"]
     with mock.patch.object(command, "choose_device"), mock.patch.object(processes, "choose_device"):  # there is no GPU
-        assert asked(lambda: command.run(parse([RIGHT_RING, *options.split()]))) == expected
+        with mock.patch.object(command, "telling", telling):
+            assert asked(lambda: command.run(parse(options))) == expected
         assert asked(lambda: assert_ring(odd_patients.right, **claims)) == expected
+    assert steps[0].startswith("starting: P = ")
+    assert '<h1 class="ok">HEALTHY: ' in page.read_text()
 
 
 def test_the_device_is_looked_for_before_any_rank_starts():

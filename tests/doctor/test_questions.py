@@ -20,7 +20,7 @@ from ring_doctor.asking.answers import FAILED, OK, PRODUCTS, REFUSED, WRONG, Exa
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import dtype_of, patient_of
-from ring_doctor.asking.questions import AFTER, LSE, WAYS, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import LSE, WAYS, Question, in_turn, kind, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -48,16 +48,6 @@ def judged(question, results, faults=()):
 
 
 QUESTION = Question(Case(3, 18, True, "zigzag", dtype=torch.float32))
-
-
-@pytest.mark.parametrize("how", [how for how in WAYS if how != "autocast"])
-@pytest.mark.parametrize(
-    ("dtype", "layout"), list(zip((torch.float64, torch.float32, torch.bfloat16), LAYOUTS, strict=True))
-)
-def test_a_right_answer_is_ok(how, dtype, layout):
-    question = Question(Case(3, 18, True, layout, dtype=dtype, batch=2), how)
-    answer = judged(question, stored(question))
-    assert (answer.state, answer.wrong, answer.in_float32) == (OK, {}, False)
 
 
 def off_by(share, right):
@@ -206,12 +196,6 @@ def test_only_normal_numbers_in_float64_are_excused(change):
     assert judged(question, results).state == WRONG
 
 
-def test_views_have_another_d_out():
-    views, plain = replace(QUESTION, how="views"), stored(QUESTION)
-    assert judged(views, stored(views)).state == OK
-    assert set(judged(views, plain).wrong) == {"dq", "dk", "dv"}
-
-
 # Under autocast ----------------------------------------------------------------------------------------------------
 
 AUTOCAST = Question(Case(3, 18, True, dtype=torch.bfloat16), "autocast")
@@ -304,13 +288,6 @@ def test_everything_that_is_asked(name):
     assert asked_of(name) in ASKED.read_text()
 
 
-def test_every_question_is_another_one():
-    for patient in PATIENTS.values():
-        found = all_questions(patient)
-        assert len(found) == len(set(found))
-        assert not any(vars(it.case) == vars(other) for it in found for other in it.others if it.how != AFTER)
-
-
 @pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[:2], LAYOUTS])
 def test_each_mask_meets_each_way_to_ask_on_an_odd_and_on_an_even_number_of_ranks(layouts):
     asked = [it for it in all_questions(replace(RING, layouts=layouts)) if it.case.world_size in (3, 4)]
@@ -363,15 +340,6 @@ def test_large_scores_overflow(dtype, head_dim):
     )
     weights = scores.softmax(dim=-1)
     assert weights.amax(dim=-1).max() < 0.99  # and yet no key has all the weight
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_silent_rank_has_no_dq_and_all_others_have_gradients(layout):
-    case = Case(3, 18, True, layout, inputs="silent rank")
-    exact = {name: right.exact for name, right in case.right().items()}
-    assert (case.cut(exact["dq"], 2) == 0).all()
-    for name, rank in [("dq", 0), ("dq", 1), ("dk", 0), ("dv", 1)]:
-        assert (case.cut(exact[name], rank) != 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
