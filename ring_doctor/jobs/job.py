@@ -58,13 +58,15 @@ class Job:
     def tensor(self, kind: str, step: int, name: str, rank: int = 0) -> Tensor | None:
         """A gradient, float64, or None for a rank that has none. One that was sharded is the same on all ranks.
 
-        The kinds: "before", before clipping; "gradient", as the optimizer gets it.
+        The kinds: "before", before clipping; "gradient", as the optimizer gets it; "after", as it leaves it, if it is
+        none of torch's.
         """
         for of in (rank, "all"):
             if (file := self.folder / f"{kind}-{step}-{name.replace('/', ':')}-{of}.pt").exists():
                 found: Tensor = torch.load(file).double()
                 return found
-        return self.tensor("before", step, name, rank) if kind == "gradient" else None
+        earlier = {"after": "gradient", "gradient": "before"}.get(kind)
+        return self.tensor(earlier, step, name, rank) if earlier else None
 
 
 def run_job(

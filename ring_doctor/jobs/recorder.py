@@ -31,7 +31,7 @@ LARGEST = 2**24  # whole numbers that are kept of one argument
 
 def fresh() -> dict[str, Any]:
     """What is noted of a part of a pass, or of a pass."""
-    return {"whole_numbers": {}, "messages": [], "labels": [], "sums": {}, "dtypes": set(), "drops": set()}
+    return {"whole_numbers": {}, "messages": [], "labels": [], "sums": {}, "dtypes": set(), "draws": False}
 
 
 class Recorder:
@@ -50,6 +50,7 @@ class Recorder:
         self.weights: dict[str, Any] = {}  # by name, their sizes in the first step
         self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
         self.compiles = False
+        self.stepping = ""  # the class of an optimizer that is not torch's, in its step
         self.optimizers: list[Any] = []  # weak references: one that was replaced makes no step
         self.new_step()
 
@@ -65,6 +66,7 @@ class Recorder:
         self.whose: dict[str, list[str]] = {"owned": [], "left": [], "later": []}  # names of weights: step
         self.scale = 1.0  # of gradients, which an optimizer divides by inside of its step
         self.dtypes: set[str] = set()  # of gradients
+        self.own_steps: dict[str, int] = {}  # by class of an optimizer that is not torch's: messages in its step
 
     # While the model computes --------------------------------------------------------------------------------------
 
@@ -84,6 +86,7 @@ class Recorder:
         if not self.looks():
             return original(module, *args, **kwargs)
         if not self.depth:
+            self.random = self.generators()
             self.called.append(module)
             if MOVE:
                 self.move(module)
@@ -108,8 +111,15 @@ class Recorder:
 
     def close(self, results: list[Any]) -> None:
         """The part in hand has ended, with these results."""
+        self.now["draws"] = self.generators() != self.random
         self.parts = [*self.parts[-KEPT:], self.now | {"nodes": {x.grad_fn for x in results if x.grad_fn}}]
         self.now = fresh()
+
+    def generators(self) -> list[bytes]:
+        """The states of torch's generators: another state after a part means that it drew random numbers."""
+        states = [self.torch.get_rng_state()]
+        states += [self.torch.cuda.get_rng_state()] if self.torch.cuda.is_initialized() else []
+        return [x.numpy().tobytes() for x in states]
 
     def move(self, module: Any) -> None:
         """Move each weight by one unit of the dtype, once: w (1 ± eps)."""
@@ -126,6 +136,8 @@ class Recorder:
 
     def message(self, name: str, args: Any) -> None:
         """A message, unless it carries weights or gradients."""
+        if self.stepping:
+            self.own_steps[self.stepping] += 1
         frame: Any = sys._getframe(2)
         for _ in range(12):
             if not self.looks() or (frame and frame.f_globals.get("__name__", "").startswith(OF_WEIGHTS)):
@@ -166,7 +178,7 @@ class Recorder:
                     while key in one["whole_numbers"]:
                         key += "'"
                     one["whole_numbers"][key] = x
-                for key in ("drops", "dtypes"):
+                for key in ("draws", "dtypes"):
                     one[key] |= part[key]
                 for key in ("labels", "messages"):
                     one[key] += part[key]
@@ -190,9 +202,11 @@ class Recorder:
             self.norm = float(whole(kwargs.get("total_norm", args[-1]) if out is None else out))
         return out
 
-    def step(self, optimizer: Any, *_: Any) -> None:
+    def step(self, optimizer: Any, own: str = "") -> None:
         """Before an optimizer's step: its gradients are read. Those of others may be unfinished, or left by a pass
         that was not for them. So a step of the job ends when no other has any, or when the next backward pass begins.
+
+        `own` is the name of a class that is not torch's: what it does with gradients is seen after its step.
         """
         if not self.passes or not STEPS:  # none are those of a function: ../whole_models
             return
@@ -202,6 +216,22 @@ class Recorder:
         self.scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a GradScaler's, if the optimizer is fused
         self.write_gradients([weight for weight in weights if id(weight) not in self.read])
         self.read |= set(map(id, weights))
+        if own:
+            self.stepping = own
+            self.own_steps[own] = 0
+        else:
+            self.end_or_wait()
+
+    def stepped(self, optimizer: Any) -> None:
+        """After the step of an optimizer that is not torch's: it may have summed the gradients."""
+        if self.stepping:
+            self.stepping = ""
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            self.write_gradients(weights, kind="after")
+            self.end_or_wait()
+
+    def end_or_wait(self) -> None:
+        """End the step of the job, unless other optimizers have gradients too."""
         known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
         left = [name for name, x in named if x.grad is not None]  # others that have a gradient
         later = [name for name, x in named if id(x) in known]  # those of optimizers that have made no step
@@ -226,13 +256,17 @@ class Recorder:
         names = self.of_modules
         sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
         seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "reported": reported}
-        self.steps.append(seen | self.whose | {"compiles": self.compiles, "sizes": self.sizes})
+        more = {"compiles": self.compiles, "sizes": self.sizes, "own_steps": self.own_steps}
+        self.steps.append(seen | self.whose | more)
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
 
-    def write_gradients(self, weights: list[Any], own: dict[int, str] | None = None) -> set[str]:
-        """Each gradient to a file, and what each weight adds up to at first. Returns which have a gradient."""
+    def write_gradients(self, weights: list[Any], own: dict[int, str] | None = None, kind: str = "") -> set[str]:
+        """Each gradient to a file, and what each weight adds up to at first. Returns which have a gradient.
+
+        The `kind` is "before" or "gradient", before and after clipping, if none is given: ../jobs/job.py.
+        """
         torch, at, (self.rank, self.world) = self.torch, len(self.steps), self.place()
         found: dict[int, tuple[str, Any]] = {}
         for prefix, root in [] if own else self.homes(weights):
@@ -246,19 +280,26 @@ class Recorder:
                 self.sizes[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
             self.weights.setdefault(name, None if at else self.sizes.get(name))
             # One that was taken away after clipping is 0.
-            x = torch.zeros_like(weight) if weight.grad is None and name in self.clipped else weight.grad
+            is_taken = weight.grad is None and name in self.clipped and not kind
+            x = torch.zeros_like(weight) if is_taken else weight.grad
             if x is None or id(weight) not in given:
                 continue
             written.add(name)
             self.dtypes.add(str(x.dtype))
-            kind = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
-            full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
-            if not self.rank or not alike:
+            of_step = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
+            full, alike = whole(x).detach().to("cpu"), self.is_shared_out(x)
+            if (not self.rank or not alike) and (not kind or full.any()):  # a step may clear them
                 of = "all" if alike else self.rank
                 full = full.clone() if self.scale == 1 else full.double() / self.scale
-                torch.save(full, FOLDER / f"{kind}-{at}-{name.replace('/', ':')}-{of}.pt")
+                torch.save(full, FOLDER / f"{kind or of_step}-{at}-{name.replace('/', ':')}-{of}.pt")
         self.now = fresh()  # without the messages of gradients
         return written
+
+    def is_shared_out(self, x: Any) -> bool:
+        """Whether x is the same on all ranks, gathered: each has another shard of it. Copies may differ."""
+        if not hasattr(x, "full_tensor") or x.device_mesh.size() < self.world:
+            return False
+        return not any(at.is_replicate() for at in x.placements)
 
     def homes(self, weights: list[Any]) -> list[tuple[str, Any]]:
         """The modules that hold these weights, or those of optimizers, or gradients, and are in no other module.

@@ -75,10 +75,12 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         clip = [of["steps"][step]["norm"] is not None for of in (*one.ranks, *many.ranks)]
         kind = "gradient" if any(clip) and not all(clip) else "before"  # one of the jobs clips in another way
         found, whole = gradients_of(one, many, moved, step, kind), whole_numbers(one, many, step, layout)
+        found, unseen = _with_own_steps(one, many, moved, step, found)
         read |= found.errors.keys()
         if not found.errors:
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
-        if found.wrong and (why := not_comparable(one, many, found, step) or ("" if calls else other_data(whole))):
+        data = "" if calls else other_data(whole)
+        if found.wrong and (why := not_comparable(one, many, found, step) or data or unseen):
             raise CannotExamine(why)
         verdict = sick(not_sent) if (not_sent := found.not_sent(many, step, sent)) else None
         verdict = verdict or (_named(one, many, found, whole, step) if found.wrong else None)
@@ -119,6 +121,21 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
     return verdict
 
 
+def _with_own_steps(one: Job, many: Job, moved: Job | None, step: int, found: Gradients) -> tuple[Gradients, str]:
+    """The gradients that steps of optimizers which are not torch's leave, if these sum them; else why that is not seen.
+
+    Their sums may be a multiple of the right ones. Gradients of a rank were not summed, or not in their place.
+    """
+    own_steps = {name: n for of in many.ranks for name, n in of["steps"][step]["own_steps"].items()}
+    sending = [name for name, n in own_steps.items() if n]
+    if own_steps and (found.wrong or sending):
+        after = gradients_of(one, many, moved, step, "after")
+        if not after.wrong or all(fits and fits != ["not_reduced"] for fits in after.factors.values()):
+            return after, ""
+    unseen = f"the gradients are wrong when {sending[0]}.step begins, and it sends messages" if sending else ""
+    return found, unseen and f"{unseen}; expected a step that sums them in .grad, or sums before the step"
+
+
 def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: float) -> Verdict | None:
     """What is wrong with the reported loss, where it is known: of a job that is made of a step."""
     right, near, *given = (of["steps"][step]["reported"] for of in (one.ranks[0], (moved or one).ranks[0], *many.ranks))
@@ -143,8 +160,8 @@ def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
         if any(off):
             return f"rank {off.index(True)} of the second job begins with other weights than rank 0 ({name}); seed them"
     for job, which in ((one, "first"), (many, "second")):
-        if drops := sorted({x for seen in job.ranks for one_pass in passes(seen, step) for x in one_pass["drops"]}):
-            return f"the {which} job has a {drops[0]}, and two jobs draw other numbers; expected 0"
+        if any(one_pass["draws"] for seen in job.ranks for one_pass in passes(seen, step)):
+            return f"the model of the {which} job draws random numbers, and two jobs draw others; expected no dropout"
     if dtypes_of(one)[-1] != dtypes_of(many)[-1]:
         return f"the first job computes in {', '.join(dtypes_of(one))}, the second in {', '.join(dtypes_of(many))}"
     return ""

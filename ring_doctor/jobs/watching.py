@@ -47,15 +47,11 @@ def watch(torch: Any) -> None:
             ignored = target == options.get("ignore_index", -100)
             seen.now["labels"].append(target.detach().masked_fill(ignored, -100).flatten().cpu())
 
-    def dropout(input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
-        seen.now["drops"] |= {f"dropout of {p:g}"} if p and training else set()
+    def part(*_: Any, **__: Any) -> None:
+        """Nothing is noted but whether random numbers are drawn."""
 
-    def attention(*args: Any, dropout_p: float = 0.0, **_: Any) -> None:
-        p = args[4] if len(args) > 4 else dropout_p
-        seen.now["drops"] |= {f"dropout of {p:g} in the attention"} if p else set()
-
-    notes = {"embedding": embedding, "cross_entropy": loss, "nll_loss": loss, "dropout": dropout}
-    for name, note in (notes | {"scaled_dot_product_attention": attention}).items():
+    notes = {"embedding": embedding, "cross_entropy": loss, "nll_loss": loss, "dropout": part}
+    for name, note in (notes | {"scaled_dot_product_attention": part}).items():
         around(torch.nn.functional, name, functools.partial(noted, seen, note))
     around(torch.autograd, "backward", lambda by, tensors, *args, **kw: seen.backward(by, tensors, args, kw))
     for home in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -69,7 +65,7 @@ def watch(torch: Any) -> None:
 
     def compiled(original: Any, *args: Any, **kwargs: Any) -> Any:
         # A step that is compiled whole has all of these in it.
-        for name in () if seen.compiles else ("backward", "clip", "step"):
+        for name in () if seen.compiles else ("backward", "clip", "step", "stepped"):
             setattr(seen, name, torch.compiler.disable(getattr(seen, name)))
         seen.compiles = True
         return original(*args, **kwargs)
@@ -86,8 +82,16 @@ def watch(torch: Any) -> None:
 
     def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # Read as late as can be: hooks, and what a class of the user's does before super().step(), may sum gradients.
-        kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind) and not steps_on(kind)]
-        around(kinds[0], "step", lambda step, by, *args, **kw: seen.step(by) or step(by, *args, **kw))
+        kind = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind) and not steps_on(kind))
+        own = "" if kind.__module__.startswith("torch.") else kind.__name__
+
+        def steps(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.step(optimizer, own)
+            out = original(optimizer, *args, **kwargs)
+            seen.stepped(optimizer)
+            return out
+
+        around(kind, "step", steps)
         original(optimizer, *args, **kwargs)
         seen.optimizers.append(weakref.ref(optimizer))
 
@@ -113,6 +117,8 @@ def noted(seen: Any, note: Any, original: Any, *args: Any, **kwargs: Any) -> Any
     """A call of which a note is taken; outside of a module it is a part of its own."""
     if not seen.looks():
         return original(*args, **kwargs)
+    if not seen.depth:
+        seen.random = seen.generators()
     note(*args, **kwargs)
     out = original(*args, **kwargs)
     if not seen.depth:

@@ -62,6 +62,27 @@ class Summing(torch.optim.AdamW):
 
 
 def train("""
+OWN = """\
+class Own(torch.optim.Optimizer):
+    def step(self):
+        weights = self.param_groups[0]["params"]
+        sums = [weight.grad{} for weight in weights]
+        for x in sums:
+            dist.all_reduce(x)
+        norm = torch.stack([x.square().sum() for x in sums]).sum() ** 0.5 + 1e-6
+        for weight, x in zip(weights, sums):
+            weight.data -= x.mul_(0.5 / norm{})
+
+
+def train("""
+
+
+def summed_by_own_class(copied="", divided=""):
+    """An optimizer that is not torch's sums gradients, or copies of them, in its step, and clips them."""
+    edits = [(f"{SUM}    torch.nn.utils.clip_grad_norm_({CLIP})\n", ""), ("torch.optim.AdamW(", "Own(")]
+    return [*edits, ("lr=1e-2", "{}"), ("def train(", OWN.format(copied, divided))]
+
+
 MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
     "the labels of a shard": ([(SHARDS, "tokens.roll(-1, dims=1)\n")], "labels_per_shard"),
     "its last label ignored": ([(SHARDS, "F.pad(tokens[:, 1:], (0, 1), value=IGNORED)\n")], "labels_per_shard"),
@@ -84,6 +105,7 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         [(SUM, f"{SUM}    dist.all_reduce(model.head.weight.grad)\n")],
         "gradients_times_p; 1 of 12 weights, head.weight, × 3",
     ),
+    "an own class divides": (summed_by_own_class(divided=" / P"), "gradients_over_p; all weights"),
     "only a rank clips": (
         [("    torch.nn.utils.clip", "    if rank == 0:\n        torch.nn.utils.clip")],
         "12 of 12 gradients are wrong on rank 1, 2 only",
@@ -124,6 +146,7 @@ HEALTHY = {
         ("torch.optim.AdamW(model.parameters(), lr=1e-2", "Summing(model.parameters(), lr=1e-3"),
         ("def train(", SUMMING),
     ],
+    "summed by an optimizer of an own class": summed_by_own_class(),
     "two backward passes": [TWICE],
     "nothing is shared out": [
         (AT, "    at = torch.arange(S)\n"),
@@ -152,7 +175,8 @@ CANNOT = {
     ),
     "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
     "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "first job has 48 tokens, that of the second 24"),
-    "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "has a dropout of 0.1"),
+    "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "the second job draws random numbers"),
+    "an own class sums copies": (summed_by_own_class(".clone()"), "wrong when Own.step begins, and it sends messages"),
     "a rank that fails": ([(SUM, f"    assert rank < 2, 'no' * 200\n{SUM}")], f"AssertionError: {'no' * 200}"),
     "steps in backward": (
         [("    loss.back", "    model.head.weight.register_hook(lambda _: optimizer.step())\n    loss.back")],
@@ -266,10 +290,10 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     """What is seen of a job of one rank: the gradient of its last weight is `size`, 3."""
     folder.mkdir()
     torch.save(torch.tensor([size, 3.0]), folder / f"before-0-{names[-1]}-0.pt")
-    seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "drops": set()}
+    seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "draws": False}
     seen |= {"messages": [], "dtypes": set(dtypes)}
     step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
-    step |= {"left": [], "later": [], "owned": [], "compiles": False, "sizes": {}}
+    step |= {"left": [], "later": [], "owned": [], "compiles": False, "sizes": {}, "own_steps": {}}
     return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step]}])
 
 
