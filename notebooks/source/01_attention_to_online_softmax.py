@@ -10,7 +10,7 @@
 # # 1 · From attention to online softmax
 #
 # You know [attention](../docs/glossary.md#attention): $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. A softmax needs all scores of a row, and Ring Attention
-# never has them in one place. This is the trick that makes it possible. After this chapter you can
+# never has them in one place. So it computes a softmax piece by piece. After this chapter you can
 #
 # - compute the attention of a row from a few keys at a time,
 # - merge two results over different keys into one,
@@ -162,8 +162,8 @@ assert shares.argmax() == 7 and f"{shares[7]:.0%}" == "98%"
 print_source(start)
 
 # %% [markdown]
-# `update` is the loop body above, line for line: `rescale` is f, and `weights` is p. `_finite(m)` is m, with 0 in place of −inf. In a row
-# that has not seen a key it avoids `-inf - (-inf)`, which is `nan`.
+# `update` is the loop body above, line for line: `rescale` is f, and `weights` is p. `_finite(m)` is m, with 0 in place of −inf: in a row
+# without keys, `-inf - (-inf)` would be `nan`.
 
 # %%
 print_source(update)

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 2 · Blockwise attention and memory
 #
-# Chapter 1 computed one row of attention from a few keys at a time. This chapter does it for all rows. After it you can
+# Chapter 1 computed one row of attention from a few keys at a time. This chapter does so for all rows. After it you can
 #
 # - write exact attention that never stores the $S \times S$ scores,
 # - say how much memory it needs,

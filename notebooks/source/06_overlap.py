@@ -65,7 +65,7 @@ for rank in range(P):  # no two things at once
     assert all(this.end <= following.start for this, following in pairwise(what_it_did("blocking", rank)))
 
 # %% [markdown]
-# It does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**.
+# Rank 0 does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**.
 # Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens ([measured](../bench/results/README.md#overlap)):
 
 # %%
@@ -135,7 +135,7 @@ for buffers in (1, 2):
 # ## The code
 #
 # `post` starts one send and one receive of each tensor, `isend` and `irecv`, which do not wait. `to` and `source` are the neighbours of this
-# rank (`distance` is 1 in a ring). Each gives a `Work`, and `work.wait()` waits for it. Receives come first in the list: gloo sends what the
+# rank (`distance` is 1 in a ring). Each returns a `Work`, and `work.wait()` waits until it is done. Receives come first in the list: gloo sends what the
 # receiver has asked for. Otherwise two ranks that send to each other take turns: twice the time.
 
 # %%
