@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
