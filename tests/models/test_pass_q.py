@@ -222,6 +222,7 @@ def with_rank_1(at, keys_at):
 PLACES = [
     (with_rank_1([], [0.5]), ALIKE, ["rank 1: keys_at is torch.float32", "expected int64"]),
     (with_rank_1([[], []], [1]), ALIKE, ["rank 1: keys_at is torch.int64 of shape (1, 1), at (2, 0)", "(B, tokens)"]),
+    (with_rank_1([-1], [1]), ALIKE, ["rank 1: at is -1; expected positions from 0 on"]),
     (with_rank_1([], [2, 1]), ALIKE, ["rank 1: keys_at is 2, 1;", "rising"]),
     (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
     (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
@@ -255,6 +256,9 @@ CHANGES = {  # what rank 1 gives, and what every rank says
     "passing": (lambda it: {"passing": "V"}, ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"]),
     "gradients": (lambda it: {"q": it["q"].requires_grad_()}, ["rank 1: the input requires gradients"]),
     "sinks": (lambda it: {"sinks": torch.zeros(3)}, ["rank 1: sinks is"]),
+    "sinks of a rank": (lambda it: {"sinks": torch.zeros(4)}, ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    "softcap": (lambda it: {"softcap": 0.0}, ["rank 1: softcap is 0"]),
+    "softcap of a rank": (lambda it: {"softcap": 0.5}, ["rank 0: softcap=None", "rank 1: softcap=0.5"]),
     "texts": (
         lambda it: {"places": replace(it["places"], queries=tuple(x.repeat(2, 1) for x in it["places"].queries))},
         ["rank 1: q, k and v are", "2 text(s)"],

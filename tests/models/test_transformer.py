@@ -188,6 +188,23 @@ def test_a_linear_layer_is_that_of_qwen():
         torch.testing.assert_close(layer.attend(x, torch.arange(S)), right, rtol=1e-4, atol=1e-5)
 
 
+def test_a_linear_layer_of_a_bfloat16_model_forgets_in_float32():
+    """A state is kept for many tokens: 8 bits of a decay are too few."""
+    given = []
+
+    def rule(q, k, v, log_decay, beta):
+        given.extend((log_decay, beta))
+        return q, None
+
+    layer = model_of(HYBRID, torch.bfloat16, linear=Linear(short_convolution, rule)).layers[0]
+    x = torch.randn(2, S, HYBRID.hidden, generator=torch.Generator().manual_seed(3 + SEED)).bfloat16()
+    layer.attend(x, torch.arange(S))
+    beta, forget = layer.gates(layer.norm1(x)).mT.double().chunk(2, dim=1)
+    right = -layer.log_rate.double().exp()[:, None] * F.softplus(forget + layer.bias.double()[:, None])
+    for found, exact in zip(given, (right, beta.sigmoid()), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
 def test_logits_after_one_token_of_each_text():
     model, tokens, at = model_of(SMALL), text()[:, :-1], torch.arange(S)
     model.head.bias = torch.nn.Parameter(torch.ones(SMALL.vocab, dtype=torch.float64))

@@ -175,8 +175,9 @@ def test_the_ring_of_states_is_the_loop(ranks, P):
 def test_both_forms_are_the_loop(form, size):
     if form is alone.linear_attention:
         form = functools.partial(form, size=size)
-    for seed, delta, decays in ((1, True, 1), (2, False, 1), (3, False, 0), (4, True, 0), (5, True, D), (6, False, D)):
-        problem = Problem(seed, 13, (2, 1, 2), delta, decays)
+    kinds = ((1, True, 1), (2, False, 1), (3, False, 0), (4, True, 0), (5, True, D), (6, False, D))
+    for (seed, delta, decays), dtype in (*((kind, torch.float64) for kind in kinds), ((7, True, 1), torch.bfloat16)):
+        problem = Problem(seed, 13, (2, 1, 2), delta, decays, dtype=dtype)
         x, d_results = problem.inputs
         x = {n: y.clone().requires_grad_() for n, y in x.items() if y is not None}
         out, last = form(**x)
@@ -188,10 +189,14 @@ def test_both_forms_are_the_loop(form, size):
 
 def test_scale_moves_and_without_a_state_it_is_zero():
     x, _ = Problem().inputs
-    scaled, last = alone.linear_attention(**x, scale=0.3)
-    torch.testing.assert_close(scaled, 0.3 * D**0.5 * alone.linear_attention(**x)[0])
+    for form in (alone.recurrence, alone.linear_attention):
+        scaled, last = form(**x, scale=0.3)
+        torch.testing.assert_close(scaled, 0.3 * D**0.5 * form(**x)[0])
     empty = {**x, "state": torch.zeros_like(x["state"])}
     torch.testing.assert_close(alone.recurrence(**{**x, "state": None}), alone.recurrence(**empty))
+    for decays, chunks in ((1, 2), (D, 5)):  # of 64 tokens, and of 16
+        inputs, _ = alone.checked_inputs(**Problem(0, 65, decays=decays).inputs[0])
+        assert alone.in_chunks(inputs, 1.0)[0].add.shape[2] == chunks
     assert last.dtype == torch.float64
     assert last.untyped_storage().nbytes() == last.nbytes
 
@@ -270,6 +275,7 @@ OF_STATES = [  # on 4 tokens a rank; of a pair the first is given on the other r
     ({"way": "scan", "layout": "zigzag"}, ["way is 'scan', layout zigzag", "for contiguous chunks"]),
     ({"v": torch.zeros(2, 2, 5, 2)}, ["shapes", "expected (B, H, S, D)"]),
     ({"v": torch.zeros(2, 3, 4, 2).double()}, ["(2, 3, 4, 2)", "divide the largest"]),
+    ({"q": torch.zeros(2, 2, 4, 2).double()}, ["(2, 2, 4, 2), (2, 2, 4, 3)", "q and k of one size"]),
     ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4) or (2, 2, 4, 3)"]),
     ({"log_decay": (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4, 3))}, ["the ranks disagree", "dim of log_decay=4"]),
     ({"beta": torch.zeros(2, 2, 3)}, ["beta has shape (2, 2, 3)", "expected (B, H, S), (2, 2, 4)"]),
@@ -289,6 +295,7 @@ IN_ORDER = ({"step": (1, -1)}, ["different functions", "rank 0: the backward pas
 OF_TAPS = [
     ({"weight": torch.zeros(2, 3)}, ["weight (2, 3)", "expected (B, N, C) and (N, k)"]),
     ({"weight": torch.zeros(3)}, ["weight (3,)", "expected (B, N, C) and (N, k)"]),
+    ({"weight": torch.zeros(3, 0)}, ["weight (3, 0)", "expected (B, N, C) and (N, k)"]),
     ({"bias": torch.zeros(2)}, ["bias has shape (2,)", "expected (N,), (3,)"]),
     ({"weight": (torch.zeros(3, 3), torch.zeros(3, 4))}, ["the ranks disagree", "shape of weight"]),
     ({"x": (torch.zeros(2, 3, 4), 0.5)}, ["rank 1: x is a float; expected a tensor"]),
