@@ -6,7 +6,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import ring_attn
 from bench.peers import dealt, ring_in_turn
 from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
@@ -67,11 +66,6 @@ def ring(context, q, k, v, lengths, scale=None, tile=blockwise_attention.TILE):
         out = ring_attention(q, k, v, scale=scale)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the ring changed its input"
     return out
-
-
-def ring_lse(context, q, k, v, lengths, scale):
-    """The lse (B, H, C) of this rank's chunk, which merges it with other keys and which a backward pass needs."""
-    return ring_attn.ring_forward(*chunks(context, lengths, q, k, v), scale=scale, lengths=lengths)[1]
 
 
 def ring_and_events(context, q, k, v, lengths, ring=ring_attention):

@@ -2,13 +2,15 @@
 
 import ast
 import importlib
+import math
 import re
 import textwrap
 from unittest import mock
 
 import pytest
+import torch
 
-from ringlab.ring.cases import random_inputs, report_ranks
+from ringlab.ring.cases import random_inputs, report_loop, report_ranks
 from ringlab.support.rounding import exact_attention
 from tests.commands import check_shown
 from tests.concepts import CONCEPTS, FOLDERS, ROOT, is_concept, marked, run
@@ -61,6 +63,16 @@ def test_each_of_four_results_counts(wrong):
         whole[wrong][0, 0, 7, 3] += 1e-3
     of_ranks = list(zip(*(x.chunk(2, dim=2) for x in whole), strict=True))
     assert report_ranks(of_ranks, "contiguous", right) == (wrong is None)
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize(("off", "fine"), [(9e-13, True), (9.2e-13, False), (math.nan, False)])
+def test_each_result_of_a_loop_counts(off, fine, i):
+    """2^12 roundings are 9.1e-13 of the largest number."""
+    right = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    results = [right.clone(), right.clone()]
+    results[i][0] += 2 * off
+    assert report_loop("two", results, [right, right]) == fine
 
 
 @pytest.mark.parametrize(

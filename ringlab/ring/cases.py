@@ -77,7 +77,8 @@ def report_cases(
 
 def report_loop(name: str, results: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Print how far float64 results are from those of a plain loop. Returns whether that is rounding."""
-    off = max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(results, right, strict=True))
+    each = [(x - y).abs().max() / y.abs().max() for x, y in zip(results, right, strict=True)]
+    off = torch.stack(each).max().item()  # NaN if one of them is
     fine = off < 2**12 * torch.finfo(torch.float64).eps  # a few thousand roundings of a sum
     print(f"{'ok   ' if fine else 'WRONG'} {name}: differs by {off:.1e}")
     return fine

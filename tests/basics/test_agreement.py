@@ -1,6 +1,7 @@
 """Agreement: on real ranks, one of which calls with something other, all refuse in the same sentence, and soon."""
 
 import os
+import pickle
 import random
 import re
 import signal
@@ -181,10 +182,10 @@ def test_all_ranks_refuse_what_is_other_on_one(ranks, P, seeds, hosts):
 
 
 def without_one(context, hosts, who):
-    """Two agreements; to the second, one rank never comes. What the others say."""
+    """Two agreements; to the second, with a shorter limit, one rank never comes. What the others say."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     with as_on_hosts(hosts):
-        agree(lambda: None, group)
+        agree(lambda: None)
         if context.rank == who:
             return "stays away"
         try:
@@ -444,8 +445,8 @@ def test_ranks_in_other_calls_all_say_so(ranks, hosts, sizes, calls, words):
 
 def complain(context, words):
     def check():
-        if words[context.rank]:
-            raise ValueError(words[context.rank])
+        if word := words[context.rank]:
+            raise OverflowError("too much") if word == "too much" else ValueError(word)
 
     group = dist.new_group([rank for rank, word in enumerate(words) if word is not None])
     if words[context.rank] is not None:
@@ -457,6 +458,7 @@ def complain(context, words):
     [
         (["", "1 is odd", "", "3 is odd"], "rank 1: 1 is odd\nrank 3: 3 is odd"),
         ([None, "", None, "odd"], "rank 1: odd"),
+        (["", "", "too much", ""], "rank 2: OverflowError: too much"),
         (["odd"] * 4, "odd"),
         (["odd", "odd", "even", "odd"], "rank 0: odd\nrank 1: odd\nrank 2: even\nrank 3: odd"),
     ],
@@ -597,11 +599,29 @@ def test_a_process_that_may_not_read_its_proc_has_no_pipes():
     here = host_of_process()
     with mock.patch.object(Path, "read_text", return_value="of another boot\n"):
         assert host_of_process() != here  # a host of the same name
+    with mock.patch.object(os, "getuid", return_value=os.getuid() + 1):
+        assert host_of_process() != here  # who may not write here
     for own in ("pid", "net", "user"):  # a container with one thing of its own
         with mock.patch.object(os, "readlink", lambda path, own=own, to=os.readlink: to(path)[path.endswith(own) :]):
             assert host_of_process() != here
     with mock.patch.object(Path, "read_text", side_effect=PermissionError):
         assert host_of_process() == ()
+
+
+@on_linux
+@pytest.mark.usefixtures("alone")
+def test_a_pipe_that_is_gone_or_of_an_earlier_job_is_not_taken(monkeypatch):
+    monkeypatch.setattr(pipes, "STALE", 0.05)
+    inbox = inbox_of_job()
+    here = pickle.loads(inbox.store.get("0"))
+    _, (path, number) = here
+    for place in (("/proc/0/fd/0", number), (path, number + 1)):
+        inbox.store.set("1", pickle.dumps(((), place)))
+        with pytest.raises(RuntimeError, match="Connection closed by peer: rank 1 has ended"):
+            inbox.sink(1)
+    late = mock.Mock(wraps=time, sleep=lambda _: inbox.store.set("1", pickle.dumps(here)))
+    monkeypatch.setattr(pipes, "time", late)
+    assert os.fstat(inbox.sink(1)).st_ino == number
 
 
 def gone(context, waits):

@@ -82,7 +82,8 @@ JOINS = [  # the environment, the GPUs that are seen, what join_ring is given; t
     ({}, 4, "auto", {"rank": 5, "world_size": 8}, "cuda:1", ALONE, {"NCCL_HOSTID": None}),
     ({"TORCH_NCCL_HIGH_PRIORITY": "0"}, 4, "auto", {}, "cuda:1", ALONE, {"TORCH_NCCL_HIGH_PRIORITY": "0"}),
     # NCCL refuses two ranks on one GPU of a host: each says that it is a host of its own
-    ({}, 1, "cuda", {}, "cuda:0", "4 ranks share 1 GPU", {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": None}),
+    ({}, 1, "cuda", {"init_method": "env://"}, "cuda:0", "4 ranks share 1 GPU",
+     {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": None}),
     ({"LOCAL_RANK": "3"}, 3, "cuda", {}, "cuda:0", "3 GPUs", {"NCCL_HOSTID": "here-3", "NCCL_SOCKET_IFNAME": None}),
     ({"WORLD_SIZE": "4"}, 3, "cuda", {}, "cuda:1", "3 GPUs", {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": "lo"}),
     ({"WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 1, "cuda", {}, "cuda:0", "share 1 GPU", {"NCCL_SOCKET_IFNAME": "lo"}),
@@ -112,6 +113,7 @@ def test_a_rank_joins_its_job(job_of_two_hosts, monkeypatch, environment, gpus, 
         assert context.rank == 5
         assert why in context.why
     assert {name: at_init.get(name) for name in seen} == seen
+    assert not {"store", "init_method"} <= {*job_of_two_hosts.dist.init_process_group.call_args.kwargs}
     local_ranks = int(environment.get("LOCAL_WORLD_SIZE") or init.get("local_world_size", 4))
     job_of_two_hosts.set_num_threads.assert_called_once_with(12 // local_ranks)
     if device != "cpu":
@@ -159,6 +161,7 @@ def test_no_message_is_waited_for_longer_than_the_limit(job_of_two_hosts, device
     assert 60 <= TIME_LIMIT.total_seconds() <= 600
     with join_ring(device, timeout="mine"):
         assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["timeout"] == "mine"
+    assert [name for name, *_ in job_of_two_hosts.mock_calls][-2:] == ["collect", "dist.destroy_process_group"]
 
 
 def record_on_hosts(context, hosts, clocks):

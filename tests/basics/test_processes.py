@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,20 +18,12 @@ import torch.distributed as dist
 
 from ringlab.basics.ranks import gather, scatter
 from ringlab.support import processes
-from ringlab.support.agreement import agree, members
+from ringlab.support.agreement import agree
 from ringlab.support.devices import choose_device, cpu_cores
-from ringlab.support.processes import LostRank, Raised, Ranks, join_ring, launch
+from ringlab.support.pipes import time_limit
+from ringlab.support.processes import TIME_LIMIT, LostRank, Raised, Ranks, join_ring, launch
 from tests.commands import ROOT, ends_soon, wait_for
 from tests.wrong import failing_ring
-
-
-def my_place_in(context, several):
-    group = dist.new_group(several)
-    return members(group) if context.rank in several else None
-
-
-def test_ranks_are_counted_inside_the_group(ranks):
-    assert ranks(5, my_place_in, [1, 3, 4]) == [None, (0, 3), None, (1, 3), (2, 3)]
 
 
 def there_and_back(context, x):
@@ -81,15 +74,16 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, requested, message):
 
 
 def place_and_threads(context, extra):
-    return context.rank, context.world_size, context.device.type, torch.get_num_threads(), extra
+    of_process = torch.get_num_threads(), time_limit(dist.group.WORLD), signal.getsignal(signal.SIGINT)
+    return (context.rank, context.world_size, context.device.type, *of_process), extra
 
 
 def test_launch_returns_what_every_rank_returned():
     x = torch.ones(2)
-    results = launch(place_and_threads, 2, x)
+    places, extras = zip(*launch(place_and_threads, 2, x), strict=True)
     threads = max(1, cpu_cores() // 2)  # a rank's share of the cores
-    assert [it[:4] for it in results] == [(rank, 2, "cpu", threads) for rank in range(2)]
-    assert all(torch.equal(it[4], x) for it in results)
+    assert list(places) == [(rank, 2, "cpu", threads, TIME_LIMIT, signal.SIG_IGN) for rank in range(2)]
+    assert all(torch.equal(each, x) for each in extras)
 
 
 def refuse(context):
@@ -174,7 +168,8 @@ def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
 
 
 def world_of(context):
-    return context.rank, context.world_size, dist.get_rank(), dist.get_world_size()
+    limit = time_limit(dist.group.WORLD).seconds
+    return context.rank, context.world_size, dist.get_rank(), dist.get_world_size(), limit
 
 
 def misbehave(context, how):
@@ -213,15 +208,17 @@ def test_a_message_of_a_call_that_raised_is_never_received():
 
 
 def test_the_pool_survives_what_its_ranks_do(monkeypatch):
+    def right(world_size):  # a message may take twice as long as a call
+        return [(rank, world_size, rank, world_size, 120) for rank in range(world_size)]
+
     ranks = Ranks(size=3)
     try:
         for world_size in (2, 1, 3):
-            expected = [(rank, world_size, rank, world_size) for rank in range(world_size)]
-            assert ranks(world_size, world_of) == expected
+            assert ranks(world_size, world_of) == right(world_size)
 
         with pytest.raises(LostRank, match="rank 1 died"):
             ranks(2, misbehave, "die")
-        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+        assert ranks(2, world_of) == right(2)
 
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "seconds", 1)
@@ -234,7 +231,7 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         assert (outcomes[1].kind, outcomes[1].message) == ("OverflowError", "too much")
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 raised: .*OverflowError: too much"):
             ranks(2, misbehave, "raise")
-        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+        assert ranks(2, world_of) == right(2)
     finally:
         ranks.stop()
 

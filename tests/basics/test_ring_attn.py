@@ -8,15 +8,14 @@ import json
 import math
 import os
 import re
+import sys
 from argparse import ArgumentTypeError, Namespace
 from contextlib import nullcontext, redirect_stdout, suppress
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
@@ -24,9 +23,9 @@ from matplotlib.figure import Figure
 
 import ring_attn
 from ring_attn import ring_attention
+from ringlab import support
 from ringlab.basics import command
 from ringlab.basics.blocking_messages import Recv, Send, Transfer, ring_programs, simulate_messages
-from ringlab.basics.naive_attention import naive_attention
 from ringlab.options import new_file
 from ringlab.ring import overlap
 from ringlab.support import timeline
@@ -34,9 +33,9 @@ from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.drawing import draw_events
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import Event
-from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
+from tests.attention import DTYPES, WORLDS, assert_attention, random_qkv
 from tests.commands import run
-from tests.rings import assert_ring, even_lengths, messages_of_ring, ring, ring_and_events, ring_lse
+from tests.rings import assert_ring, even_lengths, messages_of_ring, ring, ring_and_events
 
 
 def ring_of(ranks, world_size, *args):
@@ -54,11 +53,6 @@ def test_full_attention(ranks, world_size, dtype, shape, ring):
     assert_ring(ranks, world_size, *random_qkv(shape, dtype), ring=ring)
 
 
-def test_one_token_a_rank_and_chunks_longer_than_a_tile(ranks):
-    for S in (3, 901):
-        assert_ring(ranks, 3, *random_qkv((1, 1, S, 4)))
-
-
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_chunk_lengths_shape_dtype_scale_and_tile(ranks, world_size, data):
@@ -72,12 +66,6 @@ def test_any_chunk_lengths_shape_dtype_scale_and_tile(ranks, world_size, data):
     q, k, v = random_qkv((B, H, sum(lengths), D), dtype, seed=seed, largest_score=largest_score)
     out = ring_of(ranks, world_size, q, k, v, lengths, scale, tile)
     assert_attention(out, q, k, v, scale=scale)
-
-
-def test_log_sum_exp(ranks, world_size):
-    q, k, v = random_qkv((2, 3, 11, 5), torch.bfloat16)
-    lse = torch.cat(ranks(world_size, ring_lse, q, k, v, even_lengths(11, world_size), 0.3), dim=2)
-    assert_lse(lse, q, k, scale=0.3)
 
 
 def test_keys_that_nobody_sees_are_as_good_as_none(ranks):
@@ -104,11 +92,7 @@ def test_the_messages_are_those_of_the_simulator(ranks, world_size):
         assert received == [bytes_of[block] for block in blocks[1:]]
 
 
-def test_a_ring_of_one_sends_nothing(ranks):
-    assert ranks(1, messages_of_ring, ring_attention, [4], *random_qkv((1, 1, 4, 2))) == [([], [])]
-
-
-# The simulator of blocking messages, and real gloo processes that do what it says ----------------------------------
+# The simulator of blocking messages ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 9])
@@ -155,29 +139,6 @@ def test_who_waits_for_whom(programs, waits_for, cycle):
     outcome = simulate_messages(programs)
     assert outcome.waits_for == waits_for
     assert outcome.cycle == cycle
-
-
-def do(context, programs, seconds):
-    """Run this rank's program with real messages. Returns None at its end, or the error that stopped it."""
-    group = dist.new_group()  # one that may break
-    x = torch.zeros(1)
-    try:
-        for step in programs[context.rank]:
-            if isinstance(step, Send):
-                work = dist.isend(x, group_dst=step.to, group=group)
-            else:
-                work = dist.irecv(x, group_src=step.source, group=group)
-            work.wait(timedelta(seconds=seconds))  # dist.send and dist.recv are these two lines without the limit
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def test_real_processes_do_as_the_simulator_says(ranks):
-    assert ranks(3, do, ring_programs(3), ranks.seconds) == [None] * 3
-    errors = ranks(3, do, ring_programs(3, even_odd=False), 0.1)
-    assert None not in errors  # not one message moved
-    assert any("Timed out" in error for error in errors)  # whoever loses patience first closes his connections
 
 
 # The record of a ring ------------------------------------------------------------------------------------------------
@@ -274,7 +235,9 @@ def given_to_the_ring(context, options, off=0):
     real, args = ring_attn.ring_forward, command.parse(options.split(), context.world_size, context.world_size)
     with mock.patch.object(ring_attn, "ring_forward", ring_forward), redirect_stdout(io.StringIO()) as printed:
         status = command.run(context, ring_attention, args)
-    return seen[-1], status, printed.getvalue()
+    opening, q = seen  # the connections, before a time is taken
+    assert opening.shape[2] == 1
+    return q, status, printed.getvalue()
 
 
 def test_the_command_prints_and_writes_what_was_recorded(ranks, tmp_path):
@@ -299,15 +262,16 @@ def test_the_command_prints_and_writes_what_was_recorded(ranks, tmp_path):
 def test_seed_and_dtype_are_those_of_the_data(ranks):
     """With one token a rank, which is enough."""
     chunks = {}
-    for options in ("", "--seed 1", "--dtype bfloat16"):
+    for options in (f"--seed {2**64}", "--seed 1", "--dtype bfloat16"):  # 0 in 64 bits, as unless given
         (q, status, printed), *others = ranks(3, given_to_the_ring, f"--seq-len 3 --heads 1 --head-dim 2 {options}")
         dtype = options.removeprefix("--dtype ") if "dtype" in options else "float32"
         assert str(q.dtype) == f"torch.{dtype}"
         assert f"D = 2, {dtype}\n" in printed
         assert [status] + [other[1] for other in others] == [0, 0, 0]
         chunks[options] = q.double()
-    assert torch.equal(chunks["--dtype bfloat16"], chunks[""].bfloat16().double())
-    assert not torch.equal(chunks["--seed 1"], chunks[""])
+    zero, one, rounded = chunks.values()
+    assert torch.equal(rounded, zero.bfloat16().double())
+    assert not torch.equal(one, zero)
 
 
 def test_a_wrong_result_is_the_status_of_the_only_rank_that_knows(ranks, monkeypatch):
@@ -320,7 +284,10 @@ def test_a_wrong_result_is_the_status_of_the_only_rank_that_knows(ranks, monkeyp
     assert command.main(ring_attention, ["--device", "cpu"]) == 1
 
 
-def test_what_the_record_says_by_hand(capsys):
+def test_what_the_record_says_by_hand(capsys, monkeypatch, tmp_path):
+    """Without matplotlib."""
+    monkeypatch.setitem(sys.modules, "ringlab.support.drawing", None)
+    monkeypatch.delattr(support, "drawing", raising=False)
     spans = [  # rank, what, round, start, end, bytes
         (0, "compute", 0, 1.0, 3.0, 8),
         (0, "send", 0, 3.0, 3.5, 48),
@@ -333,8 +300,10 @@ def test_what_the_record_says_by_hand(capsys):
     ]
     events = [Event(rank, what, t, 0, start, end, size) for rank, what, t, start, end, size in spans]
     context = RankContext(0, 2, torch.device("cpu"), "a test")
-    command.print_run(context, torch.ones(1, 2, 3, 4), 5, events)
+    args, x = Namespace(seq_len=5, trace=tmp_path / "t.json"), torch.ones(1, 2, 3, 4)
+    assert command.tell(context, args, x, [x, x, x], x, events) == 0
     printed = capsys.readouterr().out
+    assert f"trace     {args.trace}, without a picture: " in printed
     assert "P = 2 ranks, S = 5 tokens in chunks of 2 or 3\n" in printed
     assert "8.000 s from the first start to the last end" in printed
     assert "4.500 s computing, and 2.000 s on messages and waiting\n" in printed  # a rank's sends and its receives
@@ -378,6 +347,7 @@ def test_bad_options_end_with_one_line_and_status_2(capsys, options):
     assert end.value.code == 2
     [complaint] = capsys.readouterr().err.splitlines()
     assert BAD_OPTIONS[options] in complaint
+    assert complaint.count("expected") == 1
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
@@ -410,17 +380,6 @@ BY_ITSELF = {"worked_example.py": "", "ring_attn.py": "ring      P = 4 ranks, S 
 def test_by_itself_it_starts_its_processes_and_where_nobody_reads_on_it_ends_without_a_word(command):
     done = run(f"python {command} | head -2")
     assert (done.stderr, done.stdout.splitlines()[0].startswith(BY_ITSELF[command])) == ("", True)
-
-
-@pytest.mark.parametrize("mistake", [1e-3, float("nan")])
-def test_the_check_of_the_result_can_fail(capsys, mistake):
-    q, k, v = random_qkv((1, 2, 300, 4))
-    exact = naive_attention(q, k, v)
-    assert command.check(exact, q, k, v) == 0
-    assert "ok    against full attention in float64" in capsys.readouterr().out
-    exact[0, 1, 299, 3] += mistake
-    assert command.check(exact, q, k, v) == 1
-    assert "WRONG" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
+import math
 import os
 import re
 import resource
@@ -124,12 +125,9 @@ def test_results_are_kept(tmp_path, monkeypatch):
     assert record.load("b") == {"x": 1, "y": [[1, 2], [3]]}
 
 
-def doubled(q, k, v, **options):
-    return 2 * q
-
-
-def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone):
-    monkeypatch.setattr(speed, "torch_loop", doubled)
+@pytest.mark.parametrize("factor", [2, math.nan])
+def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, factor):
+    monkeypatch.setattr(speed, "torch_loop", lambda q, *_, **options: factor * q)
     with pytest.raises(RuntimeError, match=r"forward, float32.*off by"):
         speed.measured_speed(alone, [16], 2, 8, 1)
 

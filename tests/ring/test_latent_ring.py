@@ -5,16 +5,20 @@ much: `right_of` adds it to the bound of exact_attention, and what the last prod
 """
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringlab import choose_keys, ring_flash_attention, ring_latent_attention
 from ringlab.ring import chosen_keys
 from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import LAYOUTS, unshard
 from ringlab.ring.masks import Mask
+from ringlab.support.agreement import NEW_GROUP
 from ringlab.support.messages import Watch
 from ringlab.support.rounding import Right, exact_attention, half_step
 from ringlab.ways.all_gather import AllGather
@@ -145,7 +149,20 @@ def right_of(case):
     return [out, d_q, *(Right(exact, sums, dtype, d_q.why) for (exact, sums), dtype in rest)]
 
 
-def on_rank(context, cases):
+def in_a_part(context, work, cases):
+    """`work` by all ranks of the job but its first one."""
+    group = dist.new_group(range(1, context.world_size))
+    here = replace(context, rank=context.rank - 1, world_size=context.world_size - 1)
+    return work(here, cases, group) if context.rank else None
+
+
+def on_ranks(ranks, world_size, work, cases):
+    """Of each case the results of all ranks. Two ranks are a part of a job of three."""
+    per_rank = ranks(3, in_a_part, work, cases)[1:] if world_size == 2 else ranks(world_size, work, cases)
+    return zip(cases, zip(*per_rank, strict=True), strict=True)
+
+
+def on_rank(context, cases, group=None):
     """This rank's out and gradients of each case."""
     results = []
     for case in cases:
@@ -155,7 +172,7 @@ def on_rank(context, cases):
         inputs = [x.clone().requires_grad_() for x in (q, c[:, 0], rope[:, 0], *case.inputs[3:5])]
         before = [x.detach().clone() for x in inputs]
         chosen = None if case.chosen is None else case.cut(context, case.chosen[:, None])[0][:, 0]
-        out = ring_latent_attention(*inputs, chosen=chosen, **case.options)
+        out = ring_latent_attention(*inputs, chosen=chosen, group=group, **case.options)
         gradients = torch.autograd.grad(out, inputs, d_out)
         assert all(map(torch.equal, inputs, before)), "the input changed"
         assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
@@ -164,7 +181,7 @@ def on_rank(context, cases):
 
 
 def assert_right_results(ranks, world_size, cases):
-    for case, per_rank in zip(cases, zip(*ranks(world_size, on_rank, cases), strict=True), strict=True):
+    for case, per_rank in on_ranks(ranks, world_size, on_rank, cases):
         for name, parts, right in zip(NAMES, zip(*per_rank, strict=True), right_of(case), strict=True):
             if name in ("d_w_k", "d_w_v"):
                 mine = sum(x.double() for x in parts)
@@ -213,12 +230,14 @@ def best_of_rows(index, count, causal, documents):
     return best.indices.masked_fill(best.values == -torch.inf, -1).sort().values
 
 
-def choose_on_rank(context, cases):
+def choose_on_rank(context, cases, group=None):
+    """In tiles of 3 queries and keys."""
     chosen = []
     for index, count, options, lengths in cases:
         q, weights, k = index
         mine = cut(context, options["layout"], lengths, q, weights[..., None], k[:, None])
-        chosen.append(choose_keys(mine[0], mine[1][..., 0], mine[2][:, 0], count, **options))
+        with mock.patch.object(chosen_keys, "TILE", 3):
+            chosen.append(choose_keys(mine[0], mine[1][..., 0], mine[2][:, 0], count, group=group, **options))
     return chosen
 
 
@@ -232,7 +251,7 @@ def test_chosen_keys_are_those_of_topk_of_the_whole_row(ranks, world_size):
                 cases.append((index_of(S, dtype, ties), count, options, None))
     uneven = {"causal": True, "layout": "contiguous", "documents": (4, 8)}
     cases.append((index_of(12, torch.float32, True), 3, uneven, UNEVEN[world_size]))
-    for case, per_rank in zip(cases, zip(*ranks(world_size, choose_on_rank, cases), strict=True), strict=True):
+    for case, per_rank in on_ranks(ranks, world_size, choose_on_rank, cases):
         index, count, options, lengths = case
         parts = [x[:, None] for x in per_rank]
         chosen = (torch.cat(parts, dim=2) if lengths else unshard(parts, options["layout"]))[:, 0]
@@ -240,41 +259,81 @@ def test_chosen_keys_are_those_of_topk_of_the_whole_row(ranks, world_size):
         assert torch.equal(chosen.sort().values, best_of_rows(index, count, options["causal"], options["documents"]))
 
 
-def ring_on_rank(context, problem, chosen):
+def ring_on_rank(context, problem, chosen, tile):
     """This rank's chunks of out, dq, dk, dv of the ring with its chosen keys, after a look at its messages."""
     mine = [x.requires_grad_() for x in cut(context, problem.layout, problem.lengths, *problem.inputs())]
     (chosen,) = cut(context, problem.layout, problem.lengths, chosen[:, None])
     chosen = chosen[:, 0].clone()
-    with Watch() as watch:
-        out = ring_flash_attention(*mine[:3], chosen=chosen, **problem.options)
-    chosen.fill_(-1)  # the caller may: the backward pass has its own
-    sent = sum(it.bytes for it in watch.messages if it.kind == "send")
-    return [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3])], sent
+    with mock.patch.object(chosen_keys, "TILE", tile):
+        with Watch() as watch:
+            out = ring_flash_attention(*mine[:3], chosen=chosen, **problem.options)
+        chosen.fill_(-1)  # the caller may: the backward pass has its own
+        sent = sum(it.bytes for it in watch.messages if it.kind == "send")
+        return [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3])], sent
 
 
 @pytest.mark.parametrize("tile", [2, 256])
 @pytest.mark.parametrize("near", [False, True])
-def test_attention_to_chosen_keys_in_the_ring_of_keys(ranks, monkeypatch, near, tile):
+def test_attention_to_chosen_keys_in_the_ring_of_keys(ranks, near, tile):
     """`near`: all keys are of the own chunk, and no block travels. Else blocks make the hops that somebody needs."""
     case = Case(12, count=3)
     chosen = case.chosen.where((case.chosen // 4 == torch.arange(12)[:, None] // 4) | (not near), -1)
     problem = Problem(4, 2, 12, {"causal": True, "softcap": 2.0}, batch=B)
     visible = picked(chosen, 12)[:, None]
     right = exact_attention(*problem.inputs(), visible=visible, softcap=2.0, fused_blocks=24)
-    results = ranks(3, functools.partial(with_tile, tile), ring_on_rank, problem, chosen)
+    results = ranks(3, ring_on_rank, problem, chosen, tile)
     for name, parts in zip(("out", "dq", "dk", "dv"), zip(*(x for x, _ in results), strict=True), strict=True):
         assert_right(torch.cat(parts, dim=2), right[name], name)
     block = 2 * B * 2 * 4 * 4 * 4
     assert [sent for _, sent in results] == [0 if near else 2 * block] * 3
 
 
-def with_tile(tile, context, work, *args):
-    """`work` with tiles of so many queries and keys."""
-    before, chosen_keys.TILE = chosen_keys.TILE, tile
-    try:
-        return work(context, *args)
-    finally:
-        chosen_keys.TILE = before
+# Passes that do not fit ---------------------------------------------------------------------------------------------
+
+
+def of_three_tokens():
+    """Inputs of a ring of latents, and of choose_keys."""
+    *inputs, w_k, w_v, _ = Case(6).inputs
+    q, weights, k = index_of(3, torch.float32, True)
+    return [x[..., :3, :].requires_grad_() for x in inputs] + [w_k, w_v], (q, weights, k, 2)
+
+
+def turned_on_one(context):
+    """Two calls, whose backward passes rank 1 runs in the other order."""
+    inputs, _ = of_three_tokens()
+    outs = [ring_latent_attention(*inputs).sum() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="a ring can be differentiated once"):
+        torch.autograd.grad(outs[0], inputs[:1], create_graph=True, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ring_latent_attention(*(x.float() for x in inputs)).dtype == torch.bfloat16
+    for out in outs[:: 1 - 2 * context.rank]:
+        out.backward()
+
+
+def test_backward_passes_in_another_order_are_refused(ranks):
+    assert_refused(ranks, 2, ["different functions", "rank 0: the backward pass of call"], turned_on_one)
+
+
+def after_an_error(context, function):
+    """What is said of a pass that an error of this function ends, and of the next one."""
+    said, group, (inputs, index) = [], dist.new_group(), of_three_tokens()
+    for broken in (mock.patch(function, side_effect=MemoryError("none left")), nullcontext()):
+        try:
+            with broken:
+                choose_keys(*index, group=group)
+                ring_latent_attention(*inputs, group=group).sum().backward()
+        except (MemoryError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    "name", ["chosen_keys.best_of_blocks", "latent_ring.flash_forward", "latent_ring.latent_backward"]
+)
+def test_a_group_in_which_an_error_ended_a_pass_is_refused(ranks, name):
+    for first, then in ranks(2, after_an_error, f"ringlab.ring.{name}"):
+        assert first == "none left"
+        assert NEW_GROUP in then
 
 
 # Messages, and what is refused ---------------------------------------------------------------------------------------

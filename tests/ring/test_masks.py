@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringlab.ring import partition as partition_module
-from ringlab.ring.documents import IGNORED, document_lengths, document_positions, pack, window_hops
+from ringlab.ring.documents import IGNORED, document_lengths, pack, window_hops
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import LARGEST_UPPER, Partition, cut, every
+from ringlab.ring.partition import LARGEST_UPPER, Partition, cut
 from tests.attention import dense, masks
 
 
@@ -80,16 +80,7 @@ def test_a_mask_costs_a_few_pieces():
     assert sizes == [7, 7, 1]  # own block: a triangle, then three tiles of an upper and a lower one; the other: upper
 
 
-def test_a_part_of_a_stripe_by_hand():
-    """Tokens 4 and 5 of stripe 1 of 3: 13 and 16."""
-    assert list(range(20))[every(3, 1, slice(4, 6))] == [13, 16]
-
-
 # Packed documents ----------------------------------------------------------------------------------------------------
-
-
-def test_positions_restart_with_each_document():
-    assert document_positions([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 16))

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -25,13 +26,18 @@ from ringlab.basics.chunks import check_grouped_chunks
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import scatter
-from ringlab.ring import backward, flash_ring, grouped_query, latent_ring, overlap
+from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring.chosen_keys import choose_keys
 from ringlab.ring.documents import document_lengths, pack
+from ringlab.ring.latent_ring import ring_latent_attention
 from ringlab.ring.layouts import Layout, check_layout, check_lengths, positions, shard, unshard
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
-from ringlab.ring.schedule import check_sinks, check_softcap
+from ringlab.ring.schedule import Ring, check_sinks, check_softcap
+from ringlab.states.short_convolution import ring_short_convolution
+from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.agreement import members
+from ringlab.ways.all_gather import AllGather
 from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
 from tests.concepts import needed_by
@@ -48,7 +54,7 @@ RINGS = {
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
 UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q
-INPUTS = {"q", "k", "v", "query", "key", "value", "schedule"}
+INPUTS = {"q", "k", "v", "query", "key", "value"}
 
 NUMBERS = torch.tensor([0] * 10 + [1] * 14)  # of each token's document
 WINDOW = torch.ones(24, 24, dtype=torch.bool).triu(-6)  # of 7 tokens
@@ -64,6 +70,7 @@ MOVED = {  # parameter: (the value it is moved to, other options of the ring, th
     "softcap": (0.7, CAUSAL, {"causal": True, "softcap": 0.7}),
     "group": ([1, 3], CAUSAL, {"causal": True}),
     "enable_gqa": (True, {}, {}),
+    "schedule": (AllGather, {}, {}),
 }
 REFUSED = {  # of the ring or the drop-in, a parameter: (a value that no ring takes, or several, words of the message)
     "scale": (math.nan, ["scale is nan", "finite"]),
@@ -100,7 +107,7 @@ def test_every_ring_and_parameter_is_here():
             )
             if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
                 rings.add(function)
-    elsewhere = {latent_ring.ring_latent_attention}  # and chosen keys: tests/ring/test_latent_ring.py
+    elsewhere = {ring_latent_attention}  # and chosen keys: tests/ring/test_latent_ring.py
     assert rings == {*RINGS.values(), *elsewhere}
     assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED, "chosen"}
 
@@ -125,7 +132,9 @@ def results_on_rank(context, name, four, options):
     if "group" in options:
         options = {**options, "group": group}
     ring = functools.partial(RINGS[name], **options)
-    return [ring(*mine[:3])] if name in FORWARD_ONLY else gradients(ring, *mine)
+    no_ring = mock.patch.object(Ring, "rounds", side_effect=AssertionError("it is the ring"))
+    with no_ring if "schedule" in options else nullcontext():
+        return [ring(*mine[:3])] if name in FORWARD_ONLY else gradients(ring, *mine)
 
 
 @pytest.mark.parametrize(("name", "parameter"), those_of(MOVED))
@@ -172,6 +181,7 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
     "B of q and k": ((X, *[torch.cat([X, X])] * 2), None, ["q has shape (1, 2, 4, 3) and k (2, 2, 4, 3)", "same B, H"]),
     "two dtypes": ((X, X, X.double()), None, ["v is torch.float64", "q is torch.float32", "one dtype", "x.to(q)"]),
     "two devices": ((X, X.to("meta"), X), None, ["k is torch.float32 on meta", "on cpu", "one device", "x.to(q)"]),
+    "no device": ((X.to("meta"),) * 3, None, ["q, k and v are on the device meta", "expected another device"]),
     "integers": ((X.long(), X.long(), X.long()), None, ["q has dtype torch.int64", "floating dtype", "x.float()"]),
     "complex numbers": ((X.cfloat(), X.cfloat(), X.cfloat()), None, ["q has dtype torch.complex64", "floating dtype"]),
     "no batch": ((X[:0], X[:0], X[:0]), None, ["q has shape (0, 2, 4, 3)", "every size to be 1 or more"]),
@@ -328,6 +338,25 @@ def scatter_from_the_first(context, x):
     return scatter(x if context.rank == 0 else None, context)
 
 
-def test_fewer_tokens_than_ranks(ranks):
-    words = "rank 0: 4 tokens for 5 ranks; expected at least one token for each rank"
-    assert_refused(ranks, 5, words, scatter_from_the_first, X)
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (X, "rank 0: 4 tokens for 5 ranks; expected at least one token for each rank"),
+        (X[0], "rank 0: x is (2, 4, 3); expected (B, H, S, D) on rank 0"),
+        (None, "rank 0: x is None; expected (B, H, S, D) on rank 0"),
+    ],
+)
+def test_what_cannot_be_scattered(ranks, x, words):
+    assert_refused(ranks, 5, words, scatter_from_the_first, x)
+
+
+COMPILED = [flash_ring.ring_flash_attention, flash_ring.scaled_dot_product_attention, ring_linear_attention]
+
+
+@pytest.mark.parametrize("attention", [*COMPILED, ring_short_convolution, ring_latent_attention, choose_keys])
+def test_attention_over_ranks_runs_as_it_is_under_torch_compile(monkeypatch, attention):
+    compiler = mock.Mock(disable=lambda function: lambda: function)
+    monkeypatch.setattr(torch, "compiler", compiler)
+    monkeypatch.setitem(vars(torch), "_dynamo", compiler)
+    assert attention() is attention.__wrapped__
+    compiler.graph_break.assert_called_once()

@@ -116,6 +116,9 @@ def on_rank(context, dtype, dtypes, checkpointed):
     qkv, d_out = problem(dtypes)
     *mine, d_out = cut(context, "zigzag", None, *qkv, d_out)
     causal = functools.partial(flash_ring.ring_flash_attention, causal=True, layout="zigzag")
+    if checkpointed:  # and with torch's signature
+        options = {"is_causal": True, "enable_gqa": True, "layout": "zigzag"}
+        causal = functools.partial(flash_ring.scaled_dot_product_attention, **options)
     return under_autocast(causal, mine, d_out, dtype, checkpointed=checkpointed)
 
 
@@ -167,6 +170,7 @@ REFUSED = {  # dtypes of q, k and v; the ranks with autocast; words
         [1],
         ["rank 0: v is torch.bfloat16 on cpu but q is torch.float32"],
     ),
+    "nor are integers": ((torch.int64,) * 3, range(8), ["q has dtype torch.int64", "expected a floating dtype"]),
     "float64 is not cast": ((*[torch.float64] * 2, torch.float32), range(8), ["v is torch.bfloat16", "float64"]),
 }
 

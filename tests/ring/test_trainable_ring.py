@@ -173,6 +173,7 @@ def own_run(context, path):
     with ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(dist, name, return_value=value))
+        stack.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=1))  # not enough for two ranks
         stack.callback(torch.set_default_device, None)
         printed = stack.enter_context(redirect_stdout(io.StringIO()))
         with pytest.raises(SystemExit) as end:

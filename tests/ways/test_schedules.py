@@ -34,7 +34,7 @@ from ringlab.support.expect import attempt
 from ringlab.support.rounding import exact_attention
 from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone, count
-from ringlab.ways.heads import heads_of_ranks, meshes
+from ringlab.ways.heads import heads_of_ranks
 from tests.attention import DTYPES, NAMES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
     ALL_LAYOUTS,
@@ -318,13 +318,15 @@ def qkv(q, k=X, v=X):
     return {"q": q, "k": k, "v": v}
 
 
+SMALL = torch.ones(2, 2, 4, 2, dtype=torch.float64)
 MINE, TWO, HEADS = Layout("mine", from_the_end), qkv(*[X[:, :2]] * 3), qkv(X[:, :3], X[:, :2], X[:, :2])
 # fmt: off
 BY_THE_RING = [  # what is given to all of 3 ranks, and what to rank 1 instead; words of the message
     ({}, qkv(X, X, X[:, :1]), ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
     ({}, qkv(X, X, X[..., :0]), ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
     ({}, qkv(X, X, X[0]), ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
-    ({}, qkv(X, X, X[..., :2]), ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
+    ({}, qkv(SMALL, SMALL[:, :1], SMALL[:, :1]) | {"scale": 0.5},
+     ["the ranks disagree about B, H, G, D, dtype, scale, head dim of v; ", "head dim of v=3", "head dim of v=2"]),
     ({"layout": Layout("twice", twice)}, {}, ["the layout twice gives token 0", "on one rank"]),
     ({"layout": "zigzag"}, qkv(*[X[:, :, :3]] * 3), ["tokens in the zigzag layout on", "pad(x, "]),
     ({"layout": OWN}, qkv(*[X[:, :, :1]] * 3), ["the ranks have [4, 1", "layout; expected [", "with shard"]),
@@ -408,12 +410,6 @@ def test_every_head_once_and_as_evenly_as_can_be(kv_heads, served, data):
         assert {h // served for h in range(mine.start, mine.stop)} == set(range(need.start, need.stop))
         if P % kv_heads == 0:
             assert (need.start, need.stop) == (rank * kv_heads // P, rank * kv_heads // P + 1)
-
-
-def test_meshes_are_those_that_heads_allow():
-    assert meshes(5, 12) == "3 x 4, 4 x 3, 6 x 2, 12 x 1"
-    assert meshes(5, 7) == "7 x 1"
-    assert meshes(8, 4) == "1 x 4, 2 x 2, 4 x 1"
 
 
 # Rows that see no key, and numbers that are NaN -----------------------------------------------------------------------
