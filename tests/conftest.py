@@ -49,7 +49,7 @@ def world_size(request):
 # core is left with one at the end.
 LONG = ("doctor_running_jobs", "notebooks", "hugging_face_trainer", "models_train", "foreign_project")
 LONG += ("bench", "doctor_whole_model", "doctor_command", "doctor_sick_rings", "doctor_in_ci")
-LONG += ("verdicts", "figures", "pages")
+LONG += ("verdicts", "figures", "pages", "schedules", "trainable_ring")
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "notebooks": "kernel", "house": "house"}
 TOGETHER |= {"foreign_project": "environment", "hugging_face_trainer": "trainer"}
