@@ -76,6 +76,7 @@ def copied(path, of):
 TO_A_FILE = {  # what is done, what is said, and what of the list of checksums itself
     "one byte short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), OTHER_SUM, NO_LIST),
     "garbage": (lambda path: path.write_bytes(bytes(range(256)) * 9), OTHER_SUM, NO_LIST),
+    "empty": (lambda path: path.write_bytes(b""), OTHER_SUM, NO_LIST),
     "deleted": (lambda path: path.unlink(), NO_FILE, NO_FILE),
     "a folder": (lambda path: instead(path, Path.mkdir), *["Is a directory"] * 2),
     "a bad disk": (lambda path: instead(path, lambda it: it.symlink_to("/proc/self/mem")), *["Input/output error"] * 2),
@@ -174,7 +175,12 @@ def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
     status, stdout, stderr = command(tmp_path, options, None)
     assert (status, stderr) == (0, "")
     lines = stdout.splitlines()
-    assert lines[0] == "model     2 layers, 1 of 2 linear, hidden 16, 4 heads on 2, 14,940 parameters, fp32"
+    assert lines[:4] == [
+        "model     2 layers, 1 of 2 linear, hidden 16, 4 heads on 2, 14,940 parameters, fp32",
+        "mesh      dp 1 x cp 1, zigzag layout",
+        "step      4 x 24 tokens, 4 x 24 on a rank",
+        f"data      {os.path.relpath(whole / 'text.txt', tmp_path)}, 1,170 bytes",
+    ]
     assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU [^,]+, [\d,]+ MB a rank", lines[-2])
     assert lines[-1].startswith("done      3 steps; the curve is ")
 
@@ -286,8 +292,11 @@ def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
 
 
 def run_with_others(context, options, option, values):
-    """The value of an option differs from rank to rank."""
-    run(context, [*options, option, values[context.rank]])
+    """The value of an option differs from rank to rank; or the errors, when they write."""
+    if option:
+        return run(context, [*options, option, values[context.rank]])
+    with mock.patch.object(checkpoint.tempfile, "TemporaryFile", side_effect=values[context.rank]):
+        return run(context, options)
 
 
 def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_path):
@@ -296,6 +305,7 @@ def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_p
     for name, values, said in (
         ("--data", [here, here, there], "the ranks disagree about sha256 of the data; expected"),
         ("--seq-len", ["24", "24", "36"], "rank 2: seq_len=36"),
+        ("", [None, None, PermissionError("no")], f"rank 2: --out {tmp_path / 'run'} cannot be written: no; expected"),
         ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
     ):
         options = ["--data", here, "--out", tmp_path / "run"]

@@ -92,21 +92,20 @@ def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks,
     torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
     assert unbroken[-1] < unbroken[0] - 0.05
     assert names(out) == ["step-00000008", "step-00000009"]  # the last two
+    settings = json.loads((out / names(out)[-1] / "run.json").read_text())["settings"]
+    assert settings.keys() == {*train.SIZES, "batch", "seq_len", "bytes of data", "sha256 of the data"}
     assert (out / "loss.svg").read_text().startswith("<?xml")
-
-
-def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
-    ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
-    torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
-    assert not torch.equal(losses(tmp_path / "bf16"), unbroken)
 
 
 SMALLER = 0.85  # times the loss: its gradient has a norm above 1 in some steps, and below 1 in others
 
 
 def with_a_smaller_loss(context, options):
-    with mock.patch.object(train, "batch_loss", lambda *args: SMALLER * batch_loss(*args)):
+    """What it says."""
+    smaller = mock.patch.object(train, "batch_loss", lambda *args: SMALLER * batch_loss(*args))
+    with smaller, contextlib.redirect_stdout(io.StringIO()) as said:
         run(context, options)
+    return said.getvalue()
 
 
 def adamw_by_hand(text, steps):
@@ -134,9 +133,10 @@ def adamw_by_hand(text, steps):
 
 
 def test_the_losses_are_those_of_the_papers_rule(ranks, tmp_path, data):
-    """Over 22 steps: the learning rate grows in the first 20."""
+    """Over 22 steps: the learning rate grows in the first 20. A line says each tenth, and the last."""
     options = ["--out", tmp_path, "--data", data, "--steps", 22, "--save-every", 22]
-    ranks(1, with_a_smaller_loss, options)
+    (said,) = ranks(1, with_a_smaller_loss, options)
+    assert [step for step in range(23) if f" {step}/22 [" in said] == [10, 20, 22]
     text = torch.tensor(list(data.read_bytes()))
     torch.testing.assert_close(losses(tmp_path), adamw_by_hand(text, 22), rtol=2e-6, atol=0)
 
@@ -165,8 +165,8 @@ def told(context, options):
     return seen, precisions, peak.call_args.args[1], progress.call_args.args, said.getvalue()
 
 
-def test_every_option_arrives(ranks, tmp_path, data):
-    """Of each: what is left out changes no loss by much, or none."""
+def test_every_option_arrives(ranks, tmp_path, data, unbroken):
+    """Of each: what is left out changes no loss by much, or none. bf16 learns as float32 does."""
     common = ["--out", tmp_path, "--data", data, "--dp", 2, "--layout", "contiguous", "--dtype", "bf16"]
     common += ["--activation-checkpointing"]
     weights = 256 * 16 + (16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 48) * 2 + 16 * 16 + 16 * 8 + 32 * 4  # q, o, k, v, F; z
@@ -178,6 +178,19 @@ def test_every_option_arrives(ranks, tmp_path, data):
             assert (precisions, peak) == ([(torch.bfloat16, torch.float32)], torch.bfloat16)
             assert progress == (before, steps, 4 * 24, flops, 1e9)
             assert ("\nstep      4 x 24 tokens, 2 x 12 on a rank\n" in said) == (rank == 0)
+    torch.testing.assert_close(losses(tmp_path), unbroken[:4], rtol=0.02, atol=0)
+    assert not torch.equal(losses(tmp_path), unbroken[:4])
+
+
+def test_what_is_not_given_is_as_help_says(capsys):
+    sizes = {"batch": 4, "seq_len": 512, "layers": 2, "linear": 0, "hidden": 128, "heads": 4, "kv_heads": 2}
+    run = {"dp": 1, "cp": None, "layout": "zigzag", "dtype": "fp32", "steps": 100, "save_every": 50}
+    where = {"data": None, "out": Path("run"), "resume": False, "activation_checkpointing": False}
+    assert vars(train.parse([])) == sizes | run | where
+    for name in ("dp", "cp", *sizes, "steps", "save_every"):
+        with pytest.raises(SystemExit, match="2"):
+            train.parse([f"--{name.replace('_', '-')}={'half' if name == 'linear' else 0}"])
+        assert f"--{name.replace('_', '-')}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("platform", "size"), [("linux", 3_072_000), ("darwin", 3000)])
@@ -204,14 +217,15 @@ def test_a_step_reads_what_it_read_in_every_version():
         assert starts(1000, step, 4, 8).tolist() == torch.randint(992, (4,), generator=generator).tolist()
 
 
-def signal_on_rank_1(context, step):
-    if context.rank == 1 and step == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
+def signals_in_step_3(context, step):
+    """Ctrl-C on rank 1, and what a cluster sends on rank 2."""
+    if context.rank > 0 and step == 3:
+        os.kill(os.getpid(), (signal.SIGINT, signal.SIGTERM)[context.rank - 1])
 
 
-def test_a_signal_to_one_rank_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
+def test_a_signal_to_some_ranks_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
-    ranks(3, run, common, signal_on_rank_1)
+    ranks(3, run, common, signals_in_step_3)
     assert len(losses(tmp_path / "run")) == 3
     assert last_checkpoint(tmp_path / "run").name == "step-00000003"
     ranks(1, run, [*common, "--resume"])
@@ -289,13 +303,18 @@ def save_and_go_on(context, folder):
     """The weight when it was saved; the checkpoint was written after it had changed."""
     model, optimizer = linear(context)
     checkpoints = checkpoint.Checkpoints(folder, {})
-    release, write = threading.Event(), FileSystemWriter.write_data
+    release, write, replace, published = threading.Event(), FileSystemWriter.write_data, os.replace, []
 
     def slowly(self, *args):
         release.wait(10)
         return write(self, *args)
 
-    with mock.patch.object(FileSystemWriter, "write_data", slowly):
+    def named(old, new):
+        published.extend(path.name for path in old.iterdir())
+        replace(old, new)
+
+    renames = mock.patch.object(checkpoint.os, "replace", named)
+    with mock.patch.object(FileSystemWriter, "write_data", slowly), renames:
         saved = model.weight.full_tensor().detach().clone()
         checkpoints.save(1, model, optimizer, [0.5])
         with torch.no_grad():
@@ -305,6 +324,7 @@ def save_and_go_on(context, folder):
         dist.barrier()
         release.set()
         checkpoints.finish()
+    assert checkpoint.SUMS in published or context.rank > 0, "it has its name before its sums"
     return saved, listed
 
 
@@ -340,8 +360,11 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "skipped.bin").write_bytes(bytes(50))
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 150)))
+    (tmp_path / "sub.txt").mkdir()
+    for nothing in ("empty.txt", "sub.txt"):
+        with pytest.raises(ValueError, match=rf"{nothing} holds no text; expected a file with bytes in it, or \.txt, "):
+            open_text(tmp_path / nothing)
+    (tmp_path / "sub.txt" / "b.md").write_bytes(bytes(range(100, 150)))
     text = open_text(tmp_path)
     assert len(text) == 150
     first = starts(150, 7, 4, 24)
