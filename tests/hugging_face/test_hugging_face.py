@@ -52,10 +52,14 @@ def taken(ring, model, batch, **sharding):
 
 
 def autocast(context, ring):
-    """A float32 model whose matrix products are in bfloat16: after rotary q and k are float32, and v is bfloat16."""
-    model, batch = model_of("Llama", {}, torch.float32), batch_of()
+    """A float32 model whose matrix products are in bfloat16: after rotary q and k are float32, and v is bfloat16.
+
+    A module is new, so the model is proved once more, in float32.
+    """
+    (model, other), batch = (model_of("Llama", {}, torch.float32) for _ in range(2)), batch_of()
     if ring:
         use_ring(model)
+        model.model.layers[0].mlp = other.model.layers[0].mlp
         batch = shard_batch(batch)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
@@ -159,14 +163,14 @@ def test_documents_are_told_by_cumulative_lengths_too(ranks):
 def boundaries_of_one_document(context):
     tokens = packed_batch()["input_ids"]
     return [
-        shard_batch({"input_ids": tokens, name: torch.tensor([0, 10])}, causal=causal).get("documents")
+        shard_batch({"input_ids": tokens, name: torch.tensor([0, 10])}, causal=causal, pad_to=25).get("documents")
         for name, causal in (("cu_seq_lens_q", False), ("cu_seq_lens_k", False), ("cu_seq_lens_q", True))
     ]
 
 
 def test_a_document_ends_where_its_boundary_says(ranks):
-    """For an encoder; under a causal mask no token of it sees what follows."""
-    assert ranks(3, boundaries_of_one_document) == [[(10, 14), (10, 14), None]] * 3
+    """For an encoder; under a causal mask no token of it sees what follows. 25 tokens are padded to 30 on 3 ranks."""
+    assert ranks(3, boundaries_of_one_document) == [[(10, 20), (10, 20), None]] * 3
 
 
 # Refusals: each row is something to do on a rank, and what must be said on all of them --------------------------------
@@ -266,6 +270,8 @@ PACKED = {  # how a packed batch of two rows is changed
     "rows packed differently": (with_(position_ids=ROWS), "not 0, 1, 2, ... in each document, the same in all rows"),
     "two kinds of boundaries": (ends(0, 24, cu_seq_lens_k=torch.tensor([0, 12, 24])), "and cu_seq_lens_k [0, 12, 24]"),
     "an empty document": (ends(0, 5, 5, 24), "cu_seq_lens_q is [0, 5, 5, 24]"),
+    "tokens before the first": (ends(5, 24), "cu_seq_lens_q is [5, 24]"),
+    "no document": (ends(0), "cu_seq_lens_q is [0]"),
     "of both rows": (ends(0, 24, 48), "cu_seq_lens_q is [0, 24, 48]"),
     "labels of padding": (labels_of_padding, "labels where attention_mask is 0, or after the last document"),
     "boundaries of a rank": (of_rank(0, with_(position_ids=ROW)), "the ranks disagree about documents"),
@@ -323,11 +329,18 @@ def any_arguments(model):
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
-def learned_scale(model):
-    model.set_attn_implementation("eager")
-    for layer in model.model.layers:
-        del layer.self_attn.scaling
-        layer.self_attn.scaling = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+def scaled_by(scale):
+    def change(model):
+        model.set_attn_implementation("eager")
+        for layer in model.model.layers:
+            del layer.self_attn.scaling
+            layer.self_attn.scaling = scale
+
+    return change
+
+
+LEARNED = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+OF_HEADS = torch.linspace(0.2, 0.4, 4, dtype=torch.float64)[:, None, None]
 
 
 def weights_of_rank(x):
@@ -376,7 +389,8 @@ MODELS = {  # what is given to use_ring
     "weights on the meta device": (on_meta, "weights on the meta device"),
     "weights of a rank": (weights_of_rank(1.0), "the ranks disagree about weights"),
     "broken weights": (weights_of_rank(torch.nan), "returns NaN"),
-    "a learned scale": (lambda rank: in_use(change=learned_scale), "passes a tensor () as scaling"),
+    "a learned scale": (lambda rank: in_use(change=scaled_by(LEARNED)), "passes a tensor () as scaling"),
+    "a scale of each head": (lambda rank: in_use(change=scaled_by(OF_HEADS)), "passes a tensor (4, 1, 1) as scaling"),
 }
 
 
@@ -395,15 +409,19 @@ def after(change, batch=batch_of, steps=1, name="Llama"):
     return work
 
 
-def trained_unsummed(rank):
-    """A rank that has weights of its own since a pass that compares none: a change of mode compares them."""
-    model = in_use()
-    for _ in range(2):
+def trained_unsummed(mode):
+    """Each rank has weights of its own since a pass that compares none: a change of mode compares them, and pass 4."""
+
+    def work(rank):
+        model = in_use()
+        for _ in range(2):
+            model(**shard_batch(batch_of()))
+        a_head_of_rank(model, rank)
         model(**shard_batch(batch_of()))
-    a_head_of_rank(model, rank)
-    model(**shard_batch(batch_of()))
-    model.eval()
-    model(**shard_batch(batch_of()))
+        model.train(mode)
+        model(**shard_batch(batch_of()))
+
+    return work
 
 
 def a_second_time(rank):
@@ -568,7 +586,8 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "a head of each rank": (after(a_head_of_rank), WEIGHTS),
     "gradients that nobody sums": (after(lambda *_: None, steps=2), WEIGHTS),
     "gradients that nobody sums, after an evaluation": (after(evaluated, steps=2), WEIGHTS),
-    "gradients that nobody sums, before an evaluation": (trained_unsummed, WEIGHTS),
+    "gradients that nobody sums, before an evaluation": (trained_unsummed(False), WEIGHTS),
+    "gradients that nobody sums, later": (trained_unsummed(True), WEIGHTS),
     "packed for layers that are not told": (after(lambda *_: None, packed_batch, name="StableLm"), NOT_TOLD),
     "dropped documents": (after(layers_that_drop_documents, packed_batch), "the ring with its documents 0 time(s)"),
     "the base model": (lambda rank: llama().model(input_ids=ROW[:, :8]), "position_ids begin with None"),
