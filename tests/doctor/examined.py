@@ -14,8 +14,6 @@ from ring_doctor.asking.job import Job
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import questions
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
-from ringlab.ring.layouts import LAYOUTS
-from tests.wrong.sick_rings import ALL, Sick
 
 IN_TURN = "ring_doctor.asking.questions.questions"
 
@@ -53,13 +51,6 @@ def examined(ranks, function, seed=0, wanted=lambda question: True, **claims):
 
     with on_these(ranks), mock.patch.object(examination, "questions", some), mock.patch(IN_TURN, some):
         return examination_of(patient_of(function, **claims), seed=seed)
-
-
-def examined_sick(ranks, name, **claims):
-    """The examination of a ring of sick_rings.py."""
-    ring = ALL[name]
-    layouts = LAYOUTS if "layout" in ring.takes else LAYOUTS[:1]
-    return examined(ranks, Sick(name), layouts=layouts, **claims)
 
 
 def by_autograd(case, steps):

@@ -16,7 +16,7 @@ from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
-from ring_doctor.explaining.conditions import when_it_shows
+from ring_doctor.explaining.conditions import separated, when_it_shows
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Mistake
@@ -265,16 +265,35 @@ def test_when_a_mistake_shows():
         when(*[(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
     )
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
-    assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
     assert when((plain, OK), (causal, WRONG), (Case(4, 24), WRONG)) == ""  # neither alone tells it
     assert when((causal, WRONG)) == "in every question"
-    assert when((plain, OK), (replace(plain, seq_len=774), WRONG)) == "with large sizes (C > 128) only"
     assert when((plain, OK), (replace(plain, sinks=True), WRONG), wrong="dsinks") == "with attention sinks only"
-    of_states = StateCase(3, 18, True)
-    with_state = replace(of_states, from_state=True)
-    assert when((of_states, OK), (with_state, WRONG), wrong="dstate") == "with a state before the first token only"
-    assert when((causal, OK), (replace(causal, layout="zigzag"), WRONG)) == "in the zigzag layout only"
+    with_state = StateCase(3, 18, True, from_state=True)
+    said = when((replace(with_state, from_state=False), OK), (with_state, WRONG), wrong="dstate")
+    assert said == "with a state before the first token only"
+
+
+FEATURES = {  # what differs from a causal question of three ranks, and when it shows
+    "without a mask": {"causal": False},
+    "in the zigzag layout": {"layout": "zigzag"},
+    "with large scores": {"inputs": "large"},
+    "in bfloat16": {"dtype": torch.bfloat16},
+    "with grouped queries": {"heads": 4},
+    "with one K/V head, with a batch of 2": {"heads": 1, "kv_heads": 1, "batch": 2},
+    "with a given scale": {"scale": 0.0},
+    "with a window": {"window": 3},
+    "with a V with a head dim of its own": {"value_dim": 2},
+    "with documents": {"documents": (7, 11)},
+    "with large sizes (C > 128)": {"seq_len": 3 * 130},
+    "with an odd number of tokens a rank": {"seq_len": 3 * 9},
+}
+
+
+@pytest.mark.parametrize("words", FEATURES)
+def test_the_feature_that_a_wrong_question_has_is_told(words):
+    right, wrong = (Question(Case(3, 18, True)), Question(replace(Case(3, 18, True), **FEATURES[words])))
+    assert separated([right], [wrong], 1) == words.partition(", ")[0]
 
 
 if __name__ == "__main__":

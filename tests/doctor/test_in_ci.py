@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -20,7 +21,7 @@ import yaml
 import ring_doctor.__main__ as command
 from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, OK, REFUSED, Answer
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, Answer
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import START, CannotExamine, Job
@@ -29,7 +30,7 @@ from ring_doctor.asking.questions import Question
 from ring_doctor.assertion import assert_ring
 from ring_doctor.options import parse
 from ringlab.support import processes
-from ringlab.support.processes import Raised
+from ringlab.support.processes import LostRank, Raised
 from tests.commands import LIMIT, ROOT, check_shown
 from tests.doctor.examined import on_these
 from tests.wrong import odd_patients
@@ -220,7 +221,9 @@ class Ranks:
 
     def outcomes(self, size, work, patient, question, folder, seconds):
         self.limits.append((self.seconds, seconds))
-        if isinstance(self.results[0], RuntimeError):
+        if isinstance(self.results[0], RuntimeError | LostRank):
+            for rank, stacks in (self.results[1] or {}).items():
+                (folder / str(rank)).write_text(stacks)
             raise self.results[0]
         return list(self.results)
 
@@ -244,20 +247,27 @@ def test_the_first_call_of_each_kind_has_the_time_of_a_set_up():
         job.ask(Question(Case(4, 24), how))
     job.slowest = 5.0  # seconds of an answer
     job.ask(Question(Case(4, 24, causal=True)))
+    job.restart()
+    job.ready = True
+    job.ask(Question(Case(4, 24)))
     first, later = (START, 7.0), (7.0, 7.0)
-    assert job.ranks.limits == [first, later, first, later, first, later, (15.0, 7.0)]
+    assert job.ranks.limits == [first, later, first, later, first, later, (15.0, 7.0), first]
 
 
 def test_a_set_up_that_fails_cannot_be_examined():
     job = job_of(RuntimeError("trace\nno such mesh"), None, None)
     with pytest.raises(CannotExamine, match=r"^its set-up fails: no such mesh$"):
         job.ask(Question(Case(3)))
+    with mock.patch.object(job._errors, "cleanup") as cleaned:
+        job.close()
+    assert (job.ranks.stopped, cleaned.called) == (True, True)
 
 
 NO, ODD = Raised("ValueError", "no", ""), Raised("KeyError", "k", "", "ring.py, line 3 in f")
 CLOSED = "[enforce fail] Connection closed by peer [127.0.0.1]:1"
 KINDS = (("RuntimeError", CLOSED), ("ValueError", CLOSED), ("RuntimeError", "shape"))
 PEER, OF_USER, SHAPE = (Raised(kind, said, "") for kind, said in KINDS)  # of a lost connection, and of none
+NO_OUT = Raised("WrongResult", "no out", "")
 FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
 
 
@@ -272,6 +282,7 @@ FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
         ((SHAPE, NO, NO), "", FAILED, "RuntimeError: shape"),
         ((ODD, ODD, ODD), "", FAILED, "KeyError: k (ring.py, line 3 in f)"),
         ((ODD, ODD, ODD), "grouped queries", REFUSED, "KeyError: k"),  # a feature may be refused by any error
+        ((NO_OUT, NO_OUT, NO_OUT), "grouped queries", FAILED, "WrongResult: no out"),  # it took the input
     ],
 )
 def test_only_an_error_of_every_rank_may_be_a_refusal(outcomes, feature, state, says):
@@ -279,4 +290,28 @@ def test_only_an_error_of_every_rank_may_be_a_refusal(outcomes, feature, state, 
     answer = job.ask(Question(Case(3), feature=feature))
     assert (answer.state, answer.says) == (state, says)
     assert answer.raised == (FINE not in outcomes and PEER not in outcomes)
-    assert job.ready == (not job.ranks.stopped) == all(each not in outcomes for each in (ODD, PEER, SHAPE))
+    assert answer.returned == (NO_OUT in outcomes)
+    assert job.ready == (not job.ranks.stopped) == all(each not in outcomes for each in (ODD, PEER, SHAPE, NO_OUT))
+
+
+WAITS = f'Stack\n  File "{torch.distributed.__file__}", line 2 in recv\n  File "ring.py", line 3 in f\n'
+THERE = "no answer in time; ranks 1, 2 in ring.py, line 3 in f"
+
+
+@pytest.mark.parametrize(
+    ("silent", "raised", "looks", "state", "hangs", "says"),
+    [
+        ([1, 2], {}, {1: 2, 2: 2}, FAILED, True, f"{THERE}; rank 0 has returned"),
+        ([1, 2], {}, {1: 2, 2: 1}, LATE, True, f"{THERE}; rank 0 has returned"),  # one look proves nothing
+        ([1, 2], {0: NO}, {}, FAILED, False, "rank 0 raised ValueError: no; no answer in time"),
+        ([1, 2], {0: PEER}, {1: 2, 2: 2}, FAILED, True, THERE),
+        ([], {0: PEER}, {}, FAILED, False, "rank 2 died; a message of 48 bytes came for a buffer of 24"),
+    ],
+)
+def test_what_lost_ranks_say(silent, raised, looks, state, hangs, says):
+    reason = "no answer in time" if silent else "rank 2 died"
+    job = job_of(LostRank(reason, raised, silent), {rank: n * WAITS for rank, n in looks.items()}, None)
+    (Path(job._errors.name) / "stderr.2").write_text("x\n what():  [f.cc] op.preamble.length <= op.nbytes. 48 vs 24\n")
+    answer = job.ask(Question(Case(3)))
+    assert (answer.state, answer.hangs, answer.lost, answer.silent) == (state, hangs, True, (*silent,))
+    assert (answer.says, job.ready, job.ranks.stopped) == (says, False, True)

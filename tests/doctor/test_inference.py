@@ -23,6 +23,7 @@ from ring_doctor.explaining.xray import cases as cases_of_xray
 from ring_doctor.explaining.xray import on_paper, xray_of
 from ring_doctor.mistakes.masks import sees
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
+from ringlab.ring.layouts import LAYOUTS
 from tests.doctor.examined import answer_on_paper
 from tests.wrong.odd_patients import right
 
@@ -244,12 +245,15 @@ TOLD_OF = {  # the answers, or these and an X-ray
         for P in (3, 4)
     },
     "X-ray of documents": seen(Case(3, 12, documents=(5, 7)), "documents_end_with_the_chunk"),
+    "X-ray of a window": seen(Case(3, 12, True, window=3), "window_one_less"),
+    "X-ray of a mask that nobody asked for": seen(P3, "causal_unasked"),
     "X-ray of gradients of key 0": changed_xray(key_0_thrice),
     "X-ray of v of key 0": changed_xray(value_0_thrice),
     "X-ray of dq and dv, each in its own way": seen(P3, TWO_WRONG),
     "X-ray without later ranks": seen(P3, sees(lambda x: x.seen & (not x.after))(RIGHT)),
     "X-ray of these, and averages added": seen(P3, CATALOGUE["averages_added"].variants[0](TWO_WRONG)),
 }
+CALLED = "barrier broadcast_object_list reduce reduce_scatter_tensor all_to_all_single gather_object scatter"
 SEND, RECEIVE, WAIT, SUM = ("dist.send(k, right)", "dist.recv(k, left)", "work.wait()", "dist.all_reduce(k)")
 HANGS = {  # which ranks wait where, and which are late
     "all send": ({"012": SEND}, 0, 1, 2),
@@ -260,6 +264,7 @@ HANGS = {  # which ranks wait where, and which are late
     "all of a part gather": ({"123": "dist.all_gather(n, m)"}, 1, 2, 3),
     "one of a part receives": ({"3": RECEIVE}, 3),
     "one gathers": ({"1": "dist.all_gather_into_tensor(k, k)"}, 1),
+    **{f"one is not in {of}": ({"02": f"dist.{of}(k)"}, 0, 2) for of in CALLED.split()},
     "two send, one receives": ({"01": SEND, "2": RECEIVE}, 0, 1, 2),
     "all wait": ({"012": WAIT}, 0, 1, 2),
     "two in a collective, one waits": ({"01": SUM, "2": WAIT}, 0, 1, 2),
@@ -317,6 +322,15 @@ def test_the_question_of_an_xray():
     assert wrong(Question(Case(3, 3))).case.seq_len == 3
     assert wrong(Question(Case(3, 21))).case.seq_len == 21
     assert wrong(Question(Case(3, 3 * 257))).case.seq_len == 12
+    odd = Case(3, 18, documents=(7, 11), head_dim=8, inputs="large", value_dim=4, scale=0.3)
+    plainly = Case(3, 12, documents=(5, 7), head_dim=16, heads=1, kv_heads=1, scale=0.3)
+    assert wrong(Question(odd, "views")) == Question(plainly)
+    for chunk, taken in ((5, 4), (8, 8), (16, 16), (17, 4), (20, 4)):  # another one than usual is one that a ring needs
+        answers = [Answer(Question(Case(3, 3 * 22)), WRONG, results={"out": torch.zeros(1)})]
+        assert (
+            choose_question(Examination(replace(PATIENT, chunk=chunk, layouts=LAYOUTS[:1]), answers)).case.seq_len
+            == 3 * taken
+        )
 
 
 def hang(waits, *late):

@@ -24,7 +24,10 @@ from ring_doctor.asking.questions import LSE, WAYS, Question, in_turn, kind, que
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.latent_ring import ring_latent_attention
 from ringlab.ring.layouts import LAYOUTS
+from ringlab.states.short_convolution import ring_short_convolution
+from ringlab.states.state_ring import ring_linear_attention
 from tests.doctor.examined import examined, on_these
 from tests.wrong import odd_patients, sick_rings
 
@@ -147,6 +150,26 @@ def test_faults_and_lost_gradients():
         assert answer.relative[name] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("P", "times", "state", "whole"),
+    [
+        (3, (1, 1, 1), OK, True),
+        (3, (0.5, 0.25, 0.25), OK, False),  # parts: their sum is the whole
+        (3, (1, 0, 0), OK, False),
+        (3, (1, 1, 0), WRONG, False),
+        (1, (1,), OK, False),
+    ],
+)
+def test_a_rank_returns_its_part_of_what_is_learned_or_every_rank_the_whole(P, times, state, whole):
+    question = Question(Case(P, 6 * P, sinks=True))
+    results = stored(question)
+    dsinks = results.pop("dsinks")
+    parts = [{name: question.case.cut(x, rank) for name, x in results.items()} for rank in range(P)]
+    answer = judge(question, [RankResults(part | {"dsinks": n * dsinks}) for part, n in zip(parts, times, strict=True)])
+    assert (answer.state, answer.whole, {*answer.wrong}) == (state, whole, {"dsinks"} if state == WRONG else set())
+    assert set(answer.ranks.values()) == ({(0, 1, 2)} if state == WRONG else set())
+
+
 def of_torch(case, dtype=torch.float32, *, autocast=False):
     """Attention in torch's steps, for tensors of a dtype; each gradient in its tensor's dtype."""
     q, k, v, d_out = (x.to(dtype) for x in case.whole())
@@ -257,6 +280,10 @@ def plain_only(q, k, v):
     return ring_flash_attention(q, k, v)
 
 
+def in_zigzag(q, k, v, *, g, initial_state=None, layout="contiguous"):
+    return q
+
+
 PATIENTS = {
     "every argument": RING,
     "no option": patient_of(plain_only),
@@ -267,14 +294,20 @@ PATIENTS = {
     **{f"{worlds} ranks": replace(RING, worlds=worlds) for worlds in ((1, 2, 3), (2, 3), (6, 8))},
     "own sizes": replace(RING, heads=6, kv_heads=3, head_dim=24, chunk=16, batch=2),
     "the least sizes": replace(RING, chunk=4, head_dim=1),
+    "states": patient_of(ring_linear_attention, state=True, worlds=(2, 3)),
+    "states of each key": patient_of(in_zigzag, state="each key", worlds=(2, 3)),
+    "a convolution": patient_of(ring_short_convolution, state=True, worlds=(2, 3)),
+    "latents": patient_of(ring_latent_attention, worlds=(2, 3)),
 }
+IN_WORDS = ("every argument", "states", "states of each key", "a convolution", "latents")
 
 
 def asked_of(name):
     """All questions to a ring with every argument; of other patients what is asked, in which sizes, how often."""
     found = all_questions(PATIENTS[name], dtype_of(PATIENTS[name].dtypes[0]))
-    if name == "every argument":
-        return "".join([f"{name}\n", *map(in_words, found), "\n"])
+    if name in IN_WORDS:
+        not_asked = ", ".join(Examination(PATIENTS[name]).not_asked)
+        return "".join([f"{name}; not asked: {not_asked}\n", *map(in_words, found), "\n"])
     worlds, what = (Counter(map(of, found)) for of in (lambda it: it.case.world_size, Question.what))
     shapes = {(it.batch, it.heads, it.kv_heads, it.head_dim, it.value_dim) for it in (each.case for each in found)}
     asked = "; ".join(f"{n} x {words}" for words, n in sorted(what.items()))

@@ -1,10 +1,12 @@
-"""Real rings: a sick one is wrong exactly where it must be and has its name, a right one is healthy. And public rings:
-those that need torch only are found as they are, the others where they are installed."""
+"""Real rings that are right are healthy. Public rings that need torch only are found as they are, the others where they
+are installed."""
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,46 +14,27 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import ring_attention
 from ring_doctor import examine
-from ring_doctor.asking.answers import OK, WRONG, judge
+from ring_doctor.asking.answers import OK, WRONG, Answer, Examination, judge
 from ring_doctor.asking.calls import ask_on_rank
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.job import CannotExamine
 from ring_doctor.asking.patient import dtype_of, patient_of
-from ring_doctor.asking.questions import questions
+from ring_doctor.asking.questions import Question, questions
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.mistakes.other_ways import hosts
+from ring_doctor.patients import __main__ as command
 from ring_doctor.patients.__main__ import RESULTS, TABLE, table
 from ring_doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
+from ring_doctor.report import Report
 from ringlab.ring import backward, grouped_query, overlap
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.rounding import exact_attention
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from tests.attention import SEED
-from tests.doctor.examined import examined, examined_sick, names_of
+from tests.doctor.examined import examined, names_of
 from tests.every_way import WAYS
-from tests.wrong.sick_rings import ALL
-
-ASKED = {"C = 6", "large scores, C = 6", "4 query heads on 2, C = 6", "scale 0.3, C = 6"}
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2, 3, 4), marks=pytest.mark.exhaustive)])
-def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_has_its_name(ranks, worlds, name):
-    found = examined_sick(ranks, name, worlds=worlds, wanted=lambda question: question.what() in ASKED)
-    answered = [answer for answer in found.answers if answer.state in (OK, WRONG)]
-    assert {it.question.what() for it in answered} == ASKED
-    shown = [answer.question.words() for answer in answered if (answer.state == WRONG) != ALL[name].shows(answer.case)]
-    assert shown == []
-    diagnosis = diagnose(found)
-    assert (names_of(diagnosis), diagnosis.part) == ({name.partition("/")[0]}, "")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ALL)
-def test_a_mistake_is_named_from_all_questions(ranks, name):
-    found = diagnose(examined_sick(ranks, name, worlds=(4,)))
-    assert (names_of(found), found.part) == ({name.partition("/")[0]}, "")
-
 
 MESH = {}  # 2 x 2 for 4 ranks, and one row otherwise
 
@@ -116,6 +99,31 @@ def test_the_table_is_that_of_the_results():
     assert list(LINES) == sorted(LINES)
     for line in LINES.values():
         assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
+
+
+def test_what_is_written_of_patients(tmp_path, monkeypatch):
+    """The lines of others stay; one whose library is not there has none; what cannot be examined has one."""
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(command, "TABLE", tmp_path / "results.md")
+    monkeypatch.setattr(command, "patient_of", lambda name: patient_of(ring_attention, version="1" * ("b" not in name)))
+    monkeypatch.setattr(sys, "argv", ["patients", "c", "b", "a"])
+    command.RESULTS.write_text(json.dumps({"b": LINES["torch_loop"]}))
+    cases = zip((Case(3), Case(3, causal=True), Case(3, inputs="large"), Case(4)), (0.123, 0.05, 9.0, 0.5), strict=True)
+    more = [
+        (Question(case), {"relative": {"out": x}, "wrong": {"out": 9.0}, "errors": {"out": (x, 1.0)}})
+        for case, x in cases
+    ]
+    answers = [Answer(question, WRONG, **of) for question, of in more]
+    found = Diagnosis((Explanation((CATALOGUE["scale_twice"],), id),), tuple(answers), "in every question")
+    report = Report(Examination(patient_of(ring_attention), answers), found, "")
+    with mock.patch.object(command, "examine", side_effect=[report, CannotExamine("no")]):
+        assert command.main() == 0
+    written = json.loads(command.RESULTS.read_text())
+    assert [line["verdict"] for line in written.values()] == [command.CANNOT, "healthy", "sick"]
+    assert list(written.items())[1] == ("b", LINES["torch_loop"])
+    assert written["c"]["errors"] == {"3": {"out": 0.12}, "4": {"out": 0.5}}
+    assert [written["c"][of] for of in ("level", "answers", WRONG, "mistake")] == ["wrong", 4, 4, ["scale_twice"]]
+    assert command.TABLE.read_text() == table(written)
 
 
 def test_every_finding_has_a_report_and_is_shown():

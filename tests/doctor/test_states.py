@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ring_doctor.asking.examination import examination_of
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.patient import OPTION, patient_of
-from ring_doctor.asking.questions import questions
 from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.assertion import examine
 from ring_doctor.explaining import xray
@@ -206,11 +205,6 @@ def test_what_a_function_of_states_is_given():
     patient = patient_of(in_zigzag, state=True)
     assert (patient.takes, patient.layouts) == ({"log_decay", "layout"}, ("contiguous", "zigzag"))
     assert isinstance(patient_of(ring_short_convolution, state=True).function, Convolution)
-    asked = [
-        question.case for question in questions(patient_of(partial(right, "hops"), state=True), 3, torch.float64, 0)
-    ]
-    assert {case.given for case in asked} == {("log_decay", "beta")}
-    assert {case.documents for case in asked} == {None, (6, 12), (7, 11), (2, 1, 3, 6, 6)}
     assert {"g", "decay", "log_decay", "beta"} <= set(OPTION)
 
 

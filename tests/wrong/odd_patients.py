@@ -77,11 +77,6 @@ def other_numbers_each_time(q, k, v):
     return ring_flash_attention(q, k, v) * (1 + 1e-3 * (next(CALLS) % 2))
 
 
-def new_numbers_each_time(q, k, v):
-    """Never right, and never wrong in the same way."""
-    return ring_flash_attention(q, k, v) * (1.1 + 0.1 * next(CALLS))
-
-
 def other_digits(q, k, v):
     """Right within rounding, as a ring is that adds blocks in the order in which they arrive."""
     return ring_flash_attention(q, k, v) * (1 + 3e-16 * (next(CALLS) % 2))

@@ -1,21 +1,12 @@
 """Real rings, over real messages, a mistake in each: what the doctor must recognise.
 
-    attention = Sick("last_block_skipped")      # pickles; call it on every rank: attention(q, k, v, scale=, group=)
-    ALL["last_block_skipped"].shows(case)       # whether its results must be wrong in this case of asking/case.py
-
-ALL are rings that share nothing with the doctor's catalogue: patches of this project's rings; "name/variant" is
-another ring with a mistake.
-
 ESCAPED are rings that are wrong in one kind of question only: each shows that this kind is asked. IN_16_BITS add up so.
 """
 
-import inspect
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,150 +14,10 @@ import torch.nn.functional as F
 
 from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post
-from ringlab.ring.partition import Partition
-from ringlab.support.agreement import agree
 from ringlab.ways.all_gather import AllGather
 from tests.mistakes import patch
 from tests.rings import Circle
-
-CAUSAL = ("causal", "layout")
-
-
-def always(case):
-    return True
-
-
-def from_2(case):
-    return case.world_size > 1
-
-
-@dataclass(frozen=True)
-class SickRing:
-    """A ring with a mistake. `shows` says in which cases its results must differ from right ones."""
-
-    base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
-    patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
-    shows: Callable[[Any], bool] = from_2
-    takes: tuple[str, ...] = ()  # besides scale and group: nothing, or CAUSAL
-    equal_chunks: bool = False  # refuses chunks of different lengths
-    in_forward: bool = True  # and in the backward pass; False: in the backward pass only
-
-    def __call__(self, q, k, v, *, group=None, **options):
-        if self.equal_chunks and len(lengths := set(agree(lambda: k.shape[2], group))) > 1:
-            raise ValueError(f"chunks of {sorted(lengths)} tokens; expected one length on all ranks")
-        out, lse = Scoped.apply(q, k, v, self, {"group": group, **options})
-        return out if lse is None else (out, lse)
-
-
-class Scoped(torch.autograd.Function):
-    """The sick ring as one operation, so that its patch is there when the backward pass runs, and only then."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sick, options):
-        ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        ctx.sick = sick
-        with torch.enable_grad(), sick.patch() if sick.in_forward else nullcontext():
-            ctx.result = sick.base(*ctx.inputs, **options)
-        ctx.result, lse = ctx.result if isinstance(ctx.result, tuple) else (ctx.result, None)
-        if lse is not None:
-            lse = lse.detach()
-            ctx.mark_non_differentiable(lse)
-        return ctx.result.detach(), lse
-
-    @staticmethod
-    def backward(ctx, d_out, _):
-        with ctx.sick.patch():
-            gradients = torch.autograd.grad(ctx.result, ctx.inputs, d_out, retain_graph=True, allow_unused=True)
-        return *gradients, None, None
-
-
-FLASH = partial(ring_flash_attention, schedule=Circle)  # as other rings send sums: the catalogue tells their mistakes
-right_pieces = Partition.pieces
-
-
-def flash(name, mistake):
-    """A function that patches the flash ring or its schedule; a class gives a new object to each pass."""
-    module = flash_ring if hasattr(flash_ring, name) else schedule
-    return patch(module, name, mistake)
-
-
-# The merge -----------------------------------------------------------------------------------------------------------
-
-
-def base_2_forward(*block, **options):
-    out, lse = fused_forward(*block, **options)
-    return out, lse / math.log(2)
-
-
-def unstabilised(out, lse, out_j, lse_j):
-    a, b = lse.exp(), lse_j.exp()
-    out.copy_((a[..., None] * out + b[..., None] * out_j.to(out.dtype)) / (a + b)[..., None])
-    lse.copy_((a + b).log())
-
-
-# The blocks that arrive ----------------------------------------------------------------------------------------------
-
-
-def pieces(mistake):
-    return patch(Partition, "pieces", mistake)
-
-
-def last_block_skipped(partition, rank, block):
-    """Nothing is computed of the block that arrives last, from rank r + 1."""
-    world_size = len(partition.lengths)
-    return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(partition, rank, block)
-
-
-# Gradients -----------------------------------------------------------------------------------------------------------
-
-
-def received_and_sent(sent, received, group, *, distance=1):
-    """Of the last message both buffers are returned, the one for dk and the other for dv, each summed over its two."""
-    works = post(sent, received, group, distance=distance)
-    if distance == 1:
-        return works
-    for work in works:
-        work.wait()
-    came, went = (x[0].view(2, -1).sum(dim=0) for x in (received, sent))
-    received[0].copy_(torch.cat((came, went)))
-    return []
-
-
-ALL = {
-    "base_2_as_natural": SickRing(ring_flash_attention, flash("fused_forward", base_2_forward), always, CAUSAL),
-    "unstabilised": SickRing(
-        ring_flash_attention,
-        flash("merge_into", unstabilised),
-        lambda case: case.world_size > 1 and case.inputs == "large",
-    ),
-    "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
-    "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
-    "block_left_out_in_backward/pieces": SickRing(
-        ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_forward=False
-    ),
-}
-OPTIONS = {"causal": False, "layout": "contiguous", "scale": None, "group": None}
-ARGUMENTS = dict.fromkeys("qkv", inspect.Parameter.empty) | OPTIONS  # and their defaults
-
-
-@dataclass(frozen=True)
-class Sick:
-    """The ring of this name: f(q, k, v), with those options that it takes."""
-
-    name: str
-
-    @property
-    def __signature__(self):
-        takes = {*"qkv", "scale", "group", *ALL[self.name].takes}
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        given = [inspect.Parameter(name, kind, default=default) for name, default in ARGUMENTS.items() if name in takes]
-        return inspect.Signature(given)
-
-    def __call__(self, q, k, v, **options):
-        return ALL[self.name](q, k, v, **options)
-
 
 # Wrong in one kind of question only -----------------------------------------------------------------------------------
 
@@ -362,11 +213,40 @@ REFUSED = (all_need_gradients, once, values_as_keys)
 # In 16 bits --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class SickRing:
+    """A ring that sends sums, with a mistake."""
+
+    patch: Callable[[], AbstractContextManager]  # makes it sick; a new one in each pass
+    in_forward: bool = True  # and in the backward pass; False: in the backward pass only
+
+    def __call__(self, q, k, v, **options):
+        return Scoped.apply(q, k, v, self, options)
+
+
+class Scoped(torch.autograd.Function):
+    """The sick ring as one operation, so that its patch is there when the backward pass runs, and only then."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sick, options):
+        ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        ctx.sick = sick
+        with torch.enable_grad(), sick.patch() if sick.in_forward else nullcontext():
+            ctx.result = ring_flash_attention(*ctx.inputs, **options, schedule=Circle)
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        with ctx.sick.patch():
+            gradients = torch.autograd.grad(ctx.result, ctx.inputs, d_out, retain_graph=True, allow_unused=True)
+        return *gradients, None, None
+
+
 def in_16_bits(sent, received, group, *, distance=1):
     return post([x.bfloat16().to(x.dtype) for x in sent], received, group, distance=distance)
 
 
-SENT_IN_16_BITS = SickRing(FLASH, flash("post", in_16_bits), in_forward=False)
+SENT_IN_16_BITS = SickRing(patch(schedule, "post", in_16_bits), in_forward=False)
 
 
 def gradients_sent_in_16_bits(q, k, v, causal=False, layout="contiguous"):
@@ -378,7 +258,7 @@ def merged_in_16_bits(out, lse, out_j, lse_j, right=flash_ring.merge_into):
     out.copy_(out.bfloat16())
 
 
-MERGED_IN_16_BITS = SickRing(FLASH, flash("merge_into", merged_in_16_bits))
+MERGED_IN_16_BITS = SickRing(patch(flash_ring, "merge_into", merged_in_16_bits))
 
 
 def sums_in_16_bits(q, k, v, causal=False, layout="contiguous"):
