@@ -52,7 +52,7 @@ with extra("hf", __name__):
     from transformers.generation.configuration_utils import GenerationMode
 
 from ringlab.hugging_face.attention import BY_LENGTH, LayerAttention, Pass
-from ringlab.hugging_face.batch import checksum, checksum_of_weights
+from ringlab.hugging_face.batch import checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
 from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention
 from ringlab.hugging_face.proof import prove
@@ -242,7 +242,7 @@ def arguments(
         raise ValueError("a streamer was given; expected one on rank 0 only, whose tokens hold on every rank")
     loop |= {"lengths": lengths_of(model, **loop), "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
     return {
-        "prompts": (tuple(tokens.shape), checksum([tokens, loop["lengths"]])),
+        "prompts": (tuple(tokens.shape), *(zlib.crc32(x.cpu().numpy().tobytes()) for x in (tokens, loop["lengths"]))),
         "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
         "layout": str(layout),
         "weights": checksum_of_weights(model),

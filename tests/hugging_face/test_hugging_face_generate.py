@@ -214,8 +214,20 @@ def test_in_other_precisions_the_error_is_that_of_one_process(ranks, kind):
 
 
 def left_as_it_was(context):
+    """Also where it was left by an error."""
     model = evaluated("Llama")
-    before, caches = model(**prompts_of()).logits, []
+    before, caches, rooms = model(**prompts_of()).logits, [], []
+
+    def fails(input_ids, scores):
+        raise KeyError
+
+    def begin(cache, at, room, own=SpreadCache.begin):
+        rooms.append(room)
+        own(cache, at, room)
+
+    with pytest.raises(KeyError), spread_generation(model):
+        generated(model, 0, prompts_of(), logits_processor=[fails])
+    assert "generate" not in vars(model)
 
     def noted(*args, **options):
         cache = SpreadCache(*args, **options)
@@ -224,9 +236,10 @@ def left_as_it_was(context):
 
     with spread_generation(model):
         assert torch.equal(before, model(**prompts_of()).logits)
-        with mock.patch.object(module, "SpreadCache", noted):
+        with mock.patch.object(module, "SpreadCache", noted), mock.patch.object(SpreadCache, "begin", begin):
             generated(model, 0, prompts_of())
         gc.collect()
+        assert rooms == [0, 4], "of 8 tokens that are stored, each of two ranks has 4"
         assert [cache() for cache in caches] == [None], "K and V stay in memory after generate"
         again = generated(model, 0, prompts_of())
         with pytest.raises(ValueError, match="generates by another function"), spread_generation(model):
@@ -254,9 +267,10 @@ def called(context, change, name="Llama", options=None):
     """Call generate with its arguments changed by a function of the model, the arguments and the rank."""
     model = evaluated(name, options)
     asked = {**prompts_of(), "max_new_tokens": 2, "do_sample": False}
-    changed = change(model, asked, context.rank)
-    with spread_generation(model), mock.patch.object(module, "SpreadCache", side_effect=AssertionError("it ran")):
-        model.generate(**(asked if changed is None else changed))
+    asked = change(model, asked, context.rank) or asked
+    ran = mock.patch.object(module, "SpreadCache", side_effect=AssertionError("it ran"))
+    with spread_generation(model, layout=asked.pop("layout", "zigzag")), ran:
+        model.generate(**asked)
 
 
 def asks(**more):
@@ -284,8 +298,11 @@ def with_embeddings(model, asked, rank):
     return {**asked, "inputs_embeds": embedded}
 
 
-def with_unknown_tokens(model, asked, rank):
-    asked["input_ids"][0, 0] = 61
+def with_token(token):
+    def change(model, asked, rank):
+        asked["input_ids"][0, 0] = token
+
+    return change
 
 
 GAP = ["padding at its end or between tokens", "expected padding on the left only"]
@@ -296,6 +313,8 @@ REFUSED = [
     (asks(custom_generate="someone/something"), ["custom_generate is someone/something", "expected None"]),
     (asks(guidance_scale=1.5), ["guidance_scale is 1.5", "a second cache"]),
     (asks(output_attentions=True, return_dict_in_generate=True), ["generate got output_attentions", "expected none"]),
+    (asks(output_hidden_states=True, return_dict_in_generate=True), ["generate got output_hidden_states", "none"]),
+    (asks(prefill_chunk_size=4), ["generate got prefill_chunk_size", "expected none"]),
     (with_embeddings, ["generate got inputs_embeds", "expected none"]),
     (
         lambda model, asked, rank: {**asked, "past_key_values": transformers.DynamicCache()},
@@ -305,10 +324,12 @@ REFUSED = [
     (lambda model, asked, rank: {**asked, "attention_mask": asked["attention_mask"].flip(1)}, GAP),
     (masked(0, 5), GAP),
     (masked(2, slice(None)), GAP),
-    (with_unknown_tokens, ["input_ids are (3, 13)", "expected tokens in each row, from 0 to 60"]),
+    *((with_token(x), ["input_ids are (3, 13)", "expected tokens in each row, from 0 to 60"]) for x in (-1, 61)),
     (asks(position_ids=torch.arange(1, 14).expand(3, 13)), ["position_ids were given", "expected none, or 0, 1, 2"]),
     (other_weights, ["the ranks disagree about weights"]),
     (on_rank_1(max_new_tokens=3), ["the ranks disagree about arguments"]),
+    (on_rank_1(layout="striped"), ["the ranks disagree about layout"]),
+    (on_rank_1(**{name: x.flip(0) for name, x in prompts_of().items()}), ["the ranks disagree about prompts"]),
     (on_rank_1(**prompts_of((13, 5, 1))), ["the ranks disagree about prompts"]),
     (on_rank_1(max_new_tokens=-1), ["rank 1: "]),
     (on_rank_1(input_ids=[[1]]), ["rank 1: generate raises"]),
