@@ -250,20 +250,25 @@ def alone(kind):
 
 
 def in_ring(context, kind, layout):
-    """A pass over other documents comes before the backward pass, which computes the layers again."""
+    """A pass over other documents comes before the backward pass, which computes the layers again.
+
+    Of 4 ranks each ring has two, which are not beside each other.
+    """
+    parts = [dist.new_group(part) for part in ([0, 2], [1, 3])] if context.world_size == 4 else [None]
+    where = ContextParallel(parts[context.rank % len(parts)], layout)
     batch = {"input_ids": IDS, "labels": IDS}
     batch["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand(2, -1)
     others = {**batch, "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS[::-1]]).expand(2, -1)}
     with every_model.Exactly():
         each = model(kind)
-        use_ring(each, layout=layout)
+        use_ring(each, where)
         again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), every_model.Exactly())}
         each.gradient_checkpointing_enable(again)
-        loss = each(**shard_batch(batch, layout=layout)).loss
-        each(**shard_batch(others, layout=layout))
+        loss = each(**shard_batch(batch, where)).loss
+        each(**shard_batch(others, where))
         found = results(each, loss)
     for x in found:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=where.mesh_or_group)
     stop_ring(each)
     assert not any("forward" in vars(part) for part in each.modules())
     return found

@@ -29,6 +29,7 @@ from ringlab.hugging_face.attention import LayerAttention  # noqa: E402
 from ringlab.hugging_face.masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
 from ringlab.hugging_face.proof import prove  # noqa: E402
 from ringlab.models.mesh import ContextParallel  # noqa: E402
+from ringlab.models.transformer import Linear  # noqa: E402
 from ringlab.ring.masks import Mask  # noqa: E402
 from tests.attention import dense  # noqa: E402
 from tests.hugging_face.hugging_face_models import SIZES, model_of  # noqa: E402
@@ -432,6 +433,21 @@ def test_what_stands_in_for_a_layer_sees_its_own_token_only_and_all_of_it():
             for x in torch.autograd.grad(out[:, :, token].sum(), inputs, retain_graph=True):
                 assert (x[:, :, token] != 0).all()
                 assert x[:, :, torch.arange(4) != token].abs().max() == 0
+
+
+def test_linear_layers_of_a_bfloat16_model_forget_in_float32():
+    """transformers passes float32 decays to them."""
+    q, k, v = torch.randn(3, 1, 4, 2, 6).bfloat16()
+    beta, g, rate, given = torch.rand(1, 4, 2).bfloat16(), -torch.rand(1, 4, 2), -torch.rand(2), []
+
+    def linear_of(documents):
+        return Linear(None, lambda q, k, v, *rest, **_: (given.append(rest) or v, None))
+
+    out, _ = hugging_face_states.rule(linear_of, q, k, v, g=g, beta=beta)
+    of_scan = hugging_face_states.scan(linear_of, v, beta, rate, k, q)
+    assert (out.dtype, of_scan.dtype) == (torch.bfloat16, torch.float32)
+    for (decay, _), right in zip(given, (g, rate * beta.float()), strict=True):
+        torch.testing.assert_close(decay, right.transpose(1, 2))
 
 
 # The seam: what is swapped inside transformers ------------------------------------------------------------------------

@@ -143,6 +143,14 @@ def test_a_cache_begins_anew_with_each_call_and_knows_its_part_of_the_job(ranks,
     assert ranks(5, one_after_the_other, kind) == [[right(lengths) for lengths in CALLS[rank % 2]] for rank in range(5)]
 
 
+def test_each_token_of_each_rank_counts_in_the_demonstration(capsys):
+    model = seeded(F.scaled_dot_product_attention)
+    right = torch.tensor([alone(model, prompt, module.NEW) for prompt in module.PROMPTS])
+    wrong = right.clone()
+    wrong[1, -1] += 1
+    assert [module.as_one_process(of_ranks) for of_ranks in ([right] * 2, [right, wrong])] == [True, False]
+
+
 def test_a_cache_refuses_attention_that_is_not_causal():
     q, cache = torch.zeros(1, 1, 1, 2), SpreadCache()
     with pytest.raises(ValueError, match=r"is_causal is False; expected True"):
@@ -209,6 +217,7 @@ def test_ranks_that_disagree_about_a_new_token_all_say_so(ranks, hosts):
 
 
 def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, window=None, other_attention=False):
+    new_tokens, window = (x[context.rank] if isinstance(x, tuple) else x for x in (new_tokens, window))
     cache = SpreadCache(layouts[context.rank], window)
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(SpreadCache() if other_attention and context.rank == 1 else cache)
@@ -267,10 +276,14 @@ GOOD = [[[1]]] * 3
 REFUSED = [  # what is done on each rank, and what all say
     (["prompts of [2, 0] tokens", "expected", "1 token or more each"], refused, [[[1, 2], []]] * 3),
     (["rank 1: prompts of [1, 0] tokens", "expected"], refused, [[[1]], [[1], []], [[1]]]),
+    (["prompts of [] tokens", "expected a prompt at least"], refused, [[]] * 3),
     (["0 new ones", "expected", "1 new token or more"], refused, GOOD, 0),
     (["61 is in a prompt", "expected tokens", "from 0 to 60"], refused, [[[1, 61]]] * 3),
+    (["-1 is in a prompt", "expected tokens"], refused, [[[1, -1]]] * 3),
     (["'w' is in a prompt", "expected tokens: Python integers"], refused, ["words"] * 3),
     (["disagree about prompts;", "expected the same on each"], refused, [[[1]], [[2]], [[1]]]),
+    (["disagree about new_tokens;", "rank 1: new_tokens=3"], refused, GOOD, (2, 3, 2)),
+    (["disagree about window;", "rank 1: window=4"], refused, GOOD, 2, ("zigzag",) * 3, (None, 4, None)),
     (["disagree about layout;", "expected the same on each"], refused, GOOD, 2, ("zigzag", "striped", "zigzag")),
     (["rank 1: layout is 'zag'", "expected one of"], refused, GOOD, 2, ("zigzag", "zag", "zigzag")),
     (["window is 0", "expected 1 token or more"], refused, GOOD, 2, ("zigzag",) * 3, 0),
