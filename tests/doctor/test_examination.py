@@ -169,6 +169,7 @@ def verdict_of(name):
     report = REPORTS[name]
     asked = (f"{it.state}: {it.question.words()}" for it in report.examination.answers)
     lines = text(report).splitlines() if name in TEXTS | XRAYED else said(report)
+    lines += json.dumps(as_json(report) | {"torch": ""}, indent=1).splitlines() if name in XRAYED else []
     return "\n    ".join([name, *asked, *lines]) + "\n\n"
 
 
@@ -613,6 +614,7 @@ LSE_ALONE = {"unequal": False}
 ODD = [  # a ring, how the questions begin that it is asked, its claims; the level, and words of the report
     ("other_digits", "twice", {}, "right", "gives other numbers, all of them right"),
     ("other_numbers_each_time", "twice", {}, "wrong", "changes its answers from call to call"),
+    ("draws", "twice", {}, "right", "It takes random numbers from torch's generator"),
     ("lse_with_gradient", "gradient of lse", LSE_ALONE, "right", ""),
     ("lse_without_gradient", "gradient of lse", LSE_ALONE, "right for what it takes", "error, of a loss that uses lse"),
     ("refuses_grouped_queries", "4 query heads", {}, "right", "3 refused (1 x grouped queries"),

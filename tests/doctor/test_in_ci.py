@@ -197,14 +197,14 @@ def test_the_device_is_looked_for_before_any_rank_starts():
     choose.assert_called_once_with("cuda", 5)
 
 
-@pytest.mark.parametrize("error", [AssertionError, ValueError])
-def test_the_fixture_fails_with_one_sentence_and_nothing_of_ours(monkeypatch, error):
+@pytest.mark.parametrize(("error", "how"), [(AssertionError, {}), (ValueError, {"quick": False})])
+def test_the_fixture_fails_with_one_sentence_and_nothing_of_ours(monkeypatch, error, how):
     monkeypatch.setattr(assertion, "assert_ring", mock.Mock(side_effect=error("SICK")))
     request = mock.Mock(**{"config.getoption.return_value": True})
     with pytest.raises(pytest.fail.Exception, match=r"^SICK$") as failed:
-        pytest_plugin.ring_doctor.__wrapped__(request)(len, seed=1)
+        pytest_plugin.ring_doctor.__wrapped__(request)(len, seed=1, **how)
     assert (failed.value.__cause__, failed.value.__suppress_context__) == (None, True)  # pytest shows no other error
-    assertion.assert_ring.assert_called_once_with(len, seed=1, quick=True)
+    assertion.assert_ring.assert_called_once_with(len, **{"seed": 1, "quick": True, **how})
 
 
 def test_another_seed_gives_other_numbers():
@@ -247,6 +247,7 @@ def test_the_first_call_of_each_kind_has_the_time_of_a_set_up():
         job.ask(Question(Case(4, 24), how))
     job.slowest = 5.0  # seconds of an answer
     job.ask(Question(Case(4, 24, causal=True)))
+    assert job.ask(Question(Case(4, 7, layout="zigzag"))).state == REFUSED  # a layout that does not fit is no call
     job.restart()
     job.ready = True
     job.ask(Question(Case(4, 24)))

@@ -118,6 +118,8 @@ def test_a_claim_is_a_constant_of_a_patient_file_or_an_option_of_the_command(pro
 def test_other_claims(project):
     project(other="STATE, SHAPE = 'Berlin', (2, 3)\ndef attention(q, k, v): return q\n")
     assert patient_of("other") == patient_of("other:attention", name="other")  # no claims
+    for option, state in (("--state", True), ("--state-of-each-key", "each key")):
+        assert claims_of(parse(["m:f", option])) == {"state": state}
     assert claims_of(parse(["m:f", "--no-causal", "--shape", "1,8,2,4096,64"])) == {
         "causal": False,
         "shape": (1, 8, 2, 4096, 64),
@@ -238,7 +240,7 @@ REFUSED = [  # a function or its name, what is claimed, and what is said of it
     (own_chunk, {"causal": (False, True)}, "has no argument `causal`"),
     (own_chunk, {"layout": "zigzag"}, r"layout given; expected some of .*layouts"),
     (own_chunk, {"dtypes": "int8"}, "dtype is 'int8'"),
-    (own_chunk, {"shape": (1, 2, 3)}, "shape is .*; expected five whole numbers"),
+    *((own_chunk, {"shape": of}, "shape is .*; expected five whole numbers") for of in ((1, 2, 3), (1, 2, 0, 8, 4))),
     (own_chunk, {"shape": (1, 2, 3, 8, 4)}, "2 query heads and 3 key/value heads"),
     (own_chunk, UNEQUAL, "31 tokens on 3, 4 ranks; expected equal parts, two a rank for"),
     (own_chunk, ZIGZAG, "36 tokens on 4 ranks; expected equal parts"),
