@@ -208,9 +208,11 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
     u = torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2
     assert lse[1] - lse[0] == pytest.approx(3 * u * 3, rel=1e-9)  # √(3 · 3 merges) roundings of an lse of 3
     assert out[1] - out[0] == pytest.approx(u * 5, rel=1e-9)  # one rounding of the largest value
-    for D in (1, 64):  # a key of weight 1: the score is √D, and so is the lse; it is rounded 2 + √D times, e^s 4 times
-        (plain,) = exact_attention(*torch.ones(3, 1, 1, 1, D))["lse"].sums.flatten().tolist()
-        assert plain == pytest.approx(u * ((2 + D**0.5) * D**0.5 + 3 * D**0.5 + 4 + 1), rel=1e-9)
+    # A key of weight 1: the score is √D, and so is the lse; it is rounded 2 + √D times, e^s 4 times. The longest
+    # sum, of dk, has a term of each of the n queries of n heads.
+    for D, n in ((1, 1), (64, 1), (1, 4)):
+        (plain,) = exact_attention(torch.ones(1, n, n, D), *torch.ones(2, 1, 1, 1, D))["lse"].sums.unique().tolist()
+        assert plain == pytest.approx(u * ((2 + D**0.5) * D**0.5 + 3 * D**0.5 + 4 + n), rel=1e-9)
     assert exact_attention(3 * one, one, 5 * one)["out"].sums.item() == out[0]  # float32 operands are not rounded
     flushed = exact_attention(one, one, 0 * one)["out"].sums.item()  # a value of 0: what is smaller may become 0
     assert flushed == torch.finfo(torch.float32).smallest_normal

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.backends.cuda import cudnn_sdp_enabled
 
 from ringlab import choose_keys, ring_flash_attention, ring_latent_attention
-from ringlab.ring import chosen_keys
+from ringlab.ring import chosen_keys, latent_ring
 from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import LAYOUTS, unshard
 from ringlab.ring.masks import Mask
@@ -48,7 +49,9 @@ class Case:
 
     @property
     def options(self):
-        return {"causal": self.causal, "layout": self.layout, "documents": self.documents, "scale": self.scale}
+        """Those that are not as unless given."""
+        options = {"causal": self.causal, "layout": self.layout, "documents": self.documents, "scale": self.scale}
+        return {name: x for name, x in options.items() if x not in (False, "contiguous", None)}
 
     @functools.cached_property
     def inputs(self):
@@ -172,8 +175,10 @@ def on_rank(context, cases, group=None):
         inputs = [x.clone().requires_grad_() for x in (q, c[:, 0], rope[:, 0], *case.inputs[3:5])]
         before = [x.detach().clone() for x in inputs]
         chosen = None if case.chosen is None else case.cut(context, case.chosen[:, None])[0][:, 0]
-        out = ring_latent_attention(*inputs, chosen=chosen, group=group, **case.options)
-        gradients = torch.autograd.grad(out, inputs, d_out)
+        with mock.patch.object(latent_ring, "without_cudnn", side_effect=latent_ring.without_cudnn) as switch:
+            out = ring_latent_attention(*inputs, chosen=chosen, group=group, **case.options)
+            gradients = torch.autograd.grad(out, inputs, d_out)
+        assert [call.args for call in switch.call_args_list] == [(case.documents is not None,)] * 2
         assert all(map(torch.equal, inputs, before)), "the input changed"
         assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
         results.append([out.detach(), *gradients])
@@ -321,9 +326,10 @@ def after_an_error(context, function):
         try:
             with broken:
                 choose_keys(*index, group=group)
-                ring_latent_attention(*inputs, group=group).sum().backward()
+                ring_latent_attention(*inputs, documents=[2, 4], group=group).sum().backward()
         except (MemoryError, ValueError) as error:
             said.append(str(error))
+    assert cudnn_sdp_enabled()  # documents switch it off for a pass
     return said
 
 
