@@ -287,5 +287,4 @@ print(check_peak_memory_backward(my_peak_backward))
 # </details>
 #
 # Open [`hidden_communication.py`](../ring_planner/hidden_communication.py) now: the counts of this page, and table 2 of the
-# paper, recomputed. Next:
-# [13 · documents and windows](13_documents_and_windows.ipynb), and then [16 · the other ways round](16_the_other_ways_round.ipynb).
+# paper, recomputed. Next: [13 · documents and windows](13_documents_and_windows.ipynb).

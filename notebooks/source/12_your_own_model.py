@@ -157,7 +157,7 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # ## The idea
 #
-# transformers asks two registers by the same name, and neither checks the other. In the first failure no register knew the ring.
+# transformers looks up one name in two registers, and neither checks the other. In the first failure no register knew the ring.
 # In the second failure only the first register knew `causal_only`:
 #
 # | who asks | which register | the question |
@@ -303,4 +303,4 @@ print(check_what_is_refused(my_refused))
 # </details>
 #
 # Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. [The
-# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. The track *train* ends here.
+# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten.

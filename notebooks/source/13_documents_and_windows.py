@@ -217,7 +217,7 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # With a window nobody sees the beginning of a long text. The cure is
 # [global tokens](../docs/glossary.md#global-tokens) (Longformer), for example a question: every query sees the first
 # $g$ keys too. (StreamingLLM keeps the first tokens of any text and calls them attention sinks. Today a
-# [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no token.) These keys are a second run,
+# [sink](../docs/glossary.md#learned-sink) usually is a learned number, not a token.) These keys are a second run,
 # from 0 to $g$ but not into the window, which is cut like the first run. The work stays small, but the hops are
 # $P - 1$ again, because the block with the first tokens must visit all ranks.
 #
@@ -281,6 +281,6 @@ print(check_hops(my_hops))
 # ```
 # </details>
 #
-# Open [`documents.py`](../ringlab/ring/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next, on the track *use*:
+# Open [`documents.py`](../ringlab/ring/documents.py) now: packed documents and windows, on processes. [How
+# fast they are](../bench/results/README.md#masked_rings). Next, on the track *use*:
 # [14 · generation](14_generation.ipynb), and on *plan* and *other ways*: [16 · the other ways round](16_the_other_ways_round.ipynb).

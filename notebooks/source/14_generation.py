@@ -269,4 +269,3 @@ print(check_bytes_of_a_token(my_bytes))
 # </details>
 #
 # Open [`generate.py`](../ringlab/models/generate.py) now: the spread cache and its one merge. Run it: `python -m ringlab.models.generate`.
-# The track *use* ends here.

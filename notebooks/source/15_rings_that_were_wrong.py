@@ -225,8 +225,8 @@ assert xray.matrices[0].sums is None  # every row sums to 1, so a look at the su
 #
 # ## The loss is 1.83 times as high
 #
-# The first loss of a training run is 3.17 on one rank and 5.81 on two. It has five documents in each sequence; with one
-# it is equal to the last bit ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)). Another
+# The first loss of a training run is 3.17 on one rank and 5.81 on two. Each sequence has five documents; with one
+# document both losses are equal ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)). Another
 # library trained models with a sliding window, and their loss looked plausible
 # ([accelerate, pull request 4177](https://github.com/huggingface/accelerate/pull/4177)). What do the two have in common?
 #
@@ -402,4 +402,4 @@ print(check_new_mistake(my_mistake))
 #
 # Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces.
 # [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor found in public rings:
-# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). The track *check* ends here.
+# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md).

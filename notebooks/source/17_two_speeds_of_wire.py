@@ -219,7 +219,7 @@ assert command.main(options.split()) == 0
 assert round(paid["hybrid of 8"], 1) == 447.5
 
 # %% [markdown]
-# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring: nearly all of it is attention. None of the memory is: when the
+# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring: nearly all of it is attention. Attention takes none of the peak memory: when the
 # backward pass of a layer needs its buffers (chapter 9), the logits are gone. With `--recompute full`, which keeps only the inputs of
 # each layer and goes forward twice, 2 GiB of activations are left. Then
 # [the logits at the loss](../docs/memory.md#a-models-longest-sequence) limit a sequence, and not the ring.
@@ -242,7 +242,7 @@ assert round(paid["hybrid of 8"], 1) == 447.5
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is the fastest for 1M tokens?</summary>
 #
 # The hybrid of 8 again. The one NIC carries eight times the bytes of the table, and the hybrid of 8 sends the fewest. [A step takes
-# 19.1 s](../docs/which_way.md#whole-steps-by-the-planner) in place of 17.2, by the flat ring 21.2 as before: it used one NIC already.
+# 19.1 s](../docs/which_way.md#whole-steps-by-the-planner) in place of 17.2. The flat ring takes 21.2 s as before, because it uses one NIC.
 # </details>
 #
 # ## Your turn
