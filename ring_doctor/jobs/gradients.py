@@ -39,6 +39,7 @@ class Gradients:
     multiples: dict[str, bool] = field(default_factory=dict)  # whether all ranks' are this multiple
     wrong_ranks: set[int] = field(default_factory=set)
     dealt_out: list[str] = field(default_factory=list)  # weights whose gradient some ranks' optimizers lack: ZeRO-1, 2
+    unseen: str = ""  # why wrong gradients may be right: messages in the step of an optimizer
 
     @property
     def wrong(self) -> list[str]:
@@ -107,8 +108,7 @@ def pairs_of(one: Job, many: Job) -> list[tuple[str, str]]:
     return found
 
 
-def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
-    """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets."""
+def _compared(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
     pairs, P = pairs_of(one, many), len(many.ranks)
     sizes: dict[str, tuple[float, int]] = {}  # of the right gradients: the norm, and how many numbers
     changes: dict[str, float] = {}
@@ -157,4 +157,23 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
         found.factors[name] = factors_of(shown, right, floors[name], allowed, divisors(P)[:0:-1])
         times = found.times[name] = float((shown[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
         found.multiples[name] = all(distance(x, times * right, floors[name]) <= allowed * abs(times) for x in shown)
+    return found
+
+
+def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
+    """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets.
+
+    Where the second job's optimizer is none of torch's, and sums them in its step, take those that it leaves, if they
+    are right, or all of them a multiple. Gradients of a rank were not summed, or not in their place.
+    """
+    found = _compared(one, many, moved, step, kind)
+    own_steps = {name: n for of in many.ranks for name, n in of["steps"][step]["own_steps"].items()}
+    sending = [name for name, n in own_steps.items() if n]
+    if own_steps and (found.wrong or sending):
+        after = _compared(one, many, moved, step, "after")
+        if not after.wrong or all(fits and fits != ["not_reduced"] for fits in after.factors.values()):
+            return after
+    if sending:
+        said = f"the gradients are wrong when {sending[0]}.step begins, and it sends messages"
+        found.unseen = f"{said}; expected a step that sums them in .grad, or sums before the step"
     return found

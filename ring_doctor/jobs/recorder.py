@@ -16,15 +16,12 @@ import gc
 import inspect
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
 STEPS = int(os.environ["RING_DOCTOR_STEPS"])
-MOVE = os.environ.get("RING_DOCTOR_MOVE", "")  # a dtype: weights are moved by one unit of it before the first step
-OF_WEIGHTS = ("torch.distributed.fsdp", "torch.nn.parallel")  # whose messages carry weights and gradients
 KEPT = 200  # parts that may wait for a backward pass
 LARGEST = 2**24  # whole numbers that are kept of one argument
 
@@ -88,8 +85,6 @@ class Recorder:
         if not self.depth:
             self.random = self.generators()
             self.called.append(module)
-            if MOVE:
-                self.move(module)
         kind = type(module)
         names = list(inspect.signature(kind.forward).parameters)[1:]
         for name, x in (*zip(names, args, strict=False), *kwargs.items()):
@@ -120,31 +115,6 @@ class Recorder:
         states = [self.torch.get_rng_state()]
         states += [self.torch.cuda.get_rng_state()] if self.torch.cuda.is_initialized() else []
         return [x.numpy().tobytes() for x in states]
-
-    def move(self, module: Any) -> None:
-        """Move each weight by one unit of the dtype, once: w (1 ± eps)."""
-        torch, eps = self.torch, self.torch.finfo(getattr(self.torch, MOVE)).eps
-        draw = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for whole_weight in module.parameters():
-                if hasattr(whole_weight, "ring_doctor_moved") or not whole_weight.is_floating_point():
-                    continue
-                whole_weight.ring_doctor_moved = True
-                weight = local(whole_weight.data)
-                signs = torch.randint(0, 2, weight.shape, generator=draw).mul(2).sub(1).to(weight)
-                weight.add_(weight.abs() * signs * eps)
-
-    def message(self, name: str, args: Any) -> None:
-        """A message, unless it carries weights or gradients."""
-        if self.stepping:
-            self.own_steps[self.stepping] += 1
-        frame: Any = sys._getframe(2)
-        for _ in range(12):
-            if not self.looks() or (frame and frame.f_globals.get("__name__", "").startswith(OF_WEIGHTS)):
-                return
-            frame = frame and frame.f_back
-        sizes = [x.numel() for x in flat(args) if isinstance(x, self.torch.Tensor) and x.is_floating_point()]
-        self.now["messages"].append((name, max(sizes, default=0)))
 
     def backward(self, original: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
         """A backward pass ends a forward pass; one inside of it (checkpointing) belongs to it."""
@@ -202,36 +172,26 @@ class Recorder:
             self.norm = float(whole(kwargs.get("total_norm", args[-1]) if out is None else out))
         return out
 
-    def step(self, optimizer: Any, own: str = "") -> None:
+    def step(self, optimizer: Any, own: str = "", kind: str = "") -> None:
         """Before an optimizer's step: its gradients are read. Those of others may be unfinished, or left by a pass
         that was not for them. So a step of the job ends when no other has any, or when the next backward pass begins.
 
-        `own` is the name of a class that is not torch's: what it does with gradients is seen after its step.
+        `own` is the name of a class that is not torch's. It may sum the gradients, so they are read once more, with
+        `kind` "after", when it has made its step.
         """
-        if not self.passes or not STEPS:  # none are those of a function: ../whole_models
+        if not self.passes or not STEPS or (kind and not self.stepping):  # no STEPS: a function, ../whole_models
             return
         if self.backwards:
             raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self.scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a GradScaler's, if the optimizer is fused
-        self.write_gradients([weight for weight in weights if id(weight) not in self.read])
+        self.write_gradients([weight for weight in weights if kind or id(weight) not in self.read], kind=kind)
         self.read |= set(map(id, weights))
-        if own:
+        if own and not kind:
             self.stepping = own
             self.own_steps[own] = 0
-        else:
-            self.end_or_wait()
-
-    def stepped(self, optimizer: Any) -> None:
-        """After the step of an optimizer that is not torch's: it may have summed the gradients."""
-        if self.stepping:
-            self.stepping = ""
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            self.write_gradients(weights, kind="after")
-            self.end_or_wait()
-
-    def end_or_wait(self) -> None:
-        """End the step of the job, unless other optimizers have gradients too."""
+            return
+        self.stepping = ""
         known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
         left = [name for name, x in named if x.grad is not None]  # others that have a gradient
         later = [name for name, x in named if id(x) in known]  # those of optimizers that have made no step
@@ -287,19 +247,14 @@ class Recorder:
             written.add(name)
             self.dtypes.add(str(x.dtype))
             of_step = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
-            full, alike = whole(x).detach().to("cpu"), self.is_shared_out(x)
+            full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor") and x.device_mesh.size() == self.world
+            alike = alike and not any(at.is_replicate() for at in x.placements)  # gathered on all; copies may differ
             if (not self.rank or not alike) and (not kind or full.any()):  # a step may clear them
                 of = "all" if alike else self.rank
                 full = full.clone() if self.scale == 1 else full.double() / self.scale
                 torch.save(full, FOLDER / f"{kind or of_step}-{at}-{name.replace('/', ':')}-{of}.pt")
         self.now = fresh()  # without the messages of gradients
         return written
-
-    def is_shared_out(self, x: Any) -> bool:
-        """Whether x is the same on all ranks, gathered: each has another shard of it. Copies may differ."""
-        if not hasattr(x, "full_tensor") or x.device_mesh.size() < self.world:
-            return False
-        return not any(at.is_replicate() for at in x.placements)
 
     def homes(self, weights: list[Any]) -> list[tuple[str, Any]]:
         """The modules that hold these weights, or those of optimizers, or gradients, and are in no other module.

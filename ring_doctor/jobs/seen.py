@@ -48,11 +48,9 @@ def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
 def _as_rows(x: Tensor | None, tokens: Tensor, fill: int | None = None) -> list[Tensor] | list[None]:
     """x as a row for each row of `tokens`; `fill` is a last number that rows may lack. None where it does not fit.
 
-    A model of several losses has several labels for a token: a row of them is (losses, C).
+    The labels of a model of several losses do not fit.
     """
     n, C = tokens.shape
-    if x is not None and fill is not None and x.numel() > n * C and x.numel() % (n * C) == 0:
-        return list(x.reshape(-1, n, C).transpose(0, 1))
     if x is not None and fill is not None and x.numel() == n * (C - 1):
         x = torch.nn.functional.pad(x.reshape(n, C - 1), (0, 1), value=fill)
     if x is not None and x.numel() == C:
@@ -106,9 +104,9 @@ def _marked(row: Row) -> Row:
     """The row with ANY for its padding: at its end one token again and again, and no label, nor before it."""
     S = len(row.tokens)
     labels = row.labels if row.labels is not None else torch.zeros(S)
-    kept = ((row.tokens != row.tokens[-1]) | (labels != IGNORED).reshape(-1, S).any(0)).nonzero()
+    kept = ((row.tokens != row.tokens[-1]) | (labels != IGNORED)).nonzero()
     end = int(kept[-1]) + 1 if len(kept) else S
-    is_padded = end < S and bool((labels[..., end - 1] == IGNORED).all())
+    is_padded = end < S and bool(labels[end - 1] == IGNORED)
     return replace(row, tokens=torch.where(torch.arange(S) < end, row.tokens, ANY)) if is_padded else row
 
 
@@ -196,20 +194,16 @@ def told(whole: Whole) -> list[tuple[str, str]]:
             S = len(text.tokens)
             real = (places < S) & (text.tokens[places.clamp(max=S - 1)] != ANY)
             if row.labels is not None and text.labels is not None:
-                right = torch.where(real, text.labels[..., places.clamp(max=S - 1)], IGNORED)
-                C, alike = len(places), row.labels.shape == right.shape
-                pairs = zip(row.labels.reshape(-1, C), right.reshape(-1, C), strict=alike)
-                for n, (own, of_text) in enumerate(pairs, 1):
-                    if alike and not torch.equal(own, of_text):  # the labels of the n-th loss are n tokens later
-                        inside = (own[: C - n] == row.tokens[n:]) | (own[: C - n] == IGNORED)
-                        wrong = own != of_text
-                        wrong_labels.append((rank, own[wrong], places[wrong], bool(inside.all())))
+                own, right = row.labels, torch.where(real, text.labels[places.clamp(max=S - 1)], IGNORED)
+                if bool((wrong := own != right).any()):
+                    inside = (own[:-1] == row.tokens[1:]) | (own[:-1] == IGNORED)
+                    wrong_labels.append((rank, own[wrong], places[wrong], bool(inside.all())))
             if row.positions is not None and text.positions is not None:
                 right = torch.where(real, text.positions[places.clamp(max=S - 1)], row.positions)
                 if bool((wrong := row.positions != right).any()):
                     wrong_positions.append((row.positions, places))
-                    token, own, of_text = (int(x[wrong][0]) for x in (places, row.positions, right))
-                    of_rank = f"rank {rank}'s position of token {token} is {own}, expected {of_text}"
+                    token, given, of_text = (int(x[wrong][0]) for x in (places, row.positions, right))
+                    of_rank = f"rank {rank}'s position of token {token} is {given}, expected {of_text}"
     of_rows = (whole.text, [row for rows in whole.ranks for row in rows])
     counts = [Counter(t for x in rows if x.labels is not None for t in x.labels.flatten().tolist()) for rows in of_rows]
     of_shard = all(inside for *_, inside in wrong_labels)

@@ -75,12 +75,11 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         clip = [of["steps"][step]["norm"] is not None for of in (*one.ranks, *many.ranks)]
         kind = "gradient" if any(clip) and not all(clip) else "before"  # one of the jobs clips in another way
         found, whole = gradients_of(one, many, moved, step, kind), whole_numbers(one, many, step, layout)
-        found, unseen = _with_own_steps(one, many, moved, step, found)
         read |= found.errors.keys()
         if not found.errors:
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
         data = "" if calls else other_data(whole)
-        if found.wrong and (why := not_comparable(one, many, found, step) or data or unseen):
+        if found.wrong and (why := not_comparable(one, many, found, step) or data or found.unseen):
             raise CannotExamine(why)
         verdict = sick(not_sent) if (not_sent := found.not_sent(many, step, sent)) else None
         verdict = verdict or (_named(one, many, found, whole, step) if found.wrong else None)
@@ -99,12 +98,12 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         if coarse > (COARSE if calls else TOO_COARSE):  # a function can be asked in float64
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
         seen = [of["steps"][n] for of in one.ranks for n in range(steps)]
-        if later := set.intersection(*(set(at["later"]) for at in seen)):
-            why = f"nothing is wrong at {which}, but the optimizer of {_some(sorted(later))} made no step until then"
-            raise CannotExamine(f"{why}; expected --steps {steps + 1}, or more")
+        later = set.intersection(*(set(at["later"]) for at in seen))
+        hides = f"the optimizer of {_some(sorted(later))} made no step until then" if later else ""
         if still := [name for name, changed in sent.items() if not changed]:
-            why = f"nothing is wrong at {which}, but only some ranks' optimizers have a gradient of {_some(still)}"
-            raise CannotExamine(f"{why}, and no change reached the others; expected --steps {steps + 1}, or more")
+            hides = f"only some ranks' optimizers have a gradient of {_some(still)}, and no change reached the others"
+        if hides:
+            raise CannotExamine(f"nothing is wrong at {which}, but {hides}; expected --steps {steps + 1}, or more")
         said = f"the gradients of {len(many.ranks)} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
         left = {name for at in seen for name in at["left"]} - read
@@ -119,21 +118,6 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
     finite = {name: x if math.isfinite(x) else None for name, x in found.errors.items()}
     verdict.numbers = {"layout": whole.layout, "errors": finite, "allowed": found.allowed}
     return verdict
-
-
-def _with_own_steps(one: Job, many: Job, moved: Job | None, step: int, found: Gradients) -> tuple[Gradients, str]:
-    """The gradients that steps of optimizers which are not torch's leave, if these sum them; else why that is not seen.
-
-    Their sums may be a multiple of the right ones. Gradients of a rank were not summed, or not in their place.
-    """
-    own_steps = {name: n for of in many.ranks for name, n in of["steps"][step]["own_steps"].items()}
-    sending = [name for name, n in own_steps.items() if n]
-    if own_steps and (found.wrong or sending):
-        after = gradients_of(one, many, moved, step, "after")
-        if not after.wrong or all(fits and fits != ["not_reduced"] for fits in after.factors.values()):
-            return after, ""
-    unseen = f"the gradients are wrong when {sending[0]}.step begins, and it sends messages" if sending else ""
-    return found, unseen and f"{unseen}; expected a step that sums them in .grad, or sums before the step"
 
 
 def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: float) -> Verdict | None:
@@ -214,7 +198,10 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
     said = _located(one, many, found, step)
     if where:
         return sick(f"{where}; {said}")
-    return sick(f"every module that was seen has the right output; {said}{_first_gradient(one, found, step)}")
+    met = (module for module, _ in reversed(one.ranks[0]["steps"][step]["modules"]))
+    first = [name for module in met for name in wrong if name.rpartition(".")[0] == module][:1]
+    said += f"; a backward pass meets {first[0]} first: look at the backward of what its output goes into" * len(first)
+    return sick(f"every module that was seen has the right output; {said}")
 
 
 def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
@@ -225,10 +212,9 @@ def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
     if scaled := [name for name in wrong if found.factors[name]]:
         said.append(f"{len(scaled)} of them by gradients_{found.factors[scaled[0]][0]} only ({_some(scaled)})")
     largest, least = max(found.errors.values()), eps_of(dtypes_of(one)[0])
-    for dtype in ("float32", "float16", "bfloat16"):
-        if least < (eps := eps_of(dtype)) and eps / 16 < largest < 4 * eps:
-            said.append(f"rounding to {dtype} moves them as far: look for a cast")
-            break
+    units = ((dtype, eps_of(dtype)) for dtype in ("float32", "float16", "bfloat16"))
+    casts = [dtype for dtype, eps in units if least < eps and eps / 16 < largest < 4 * eps]
+    said += [f"rounding to {dtype} moves them as far: look for a cast" for dtype in casts[:1]]
     lost = _lost(one, many, step)[:1]
     return "; ".join(said + [f"the model gets no {key}, as that of the first job does" for key in lost])
 
@@ -271,14 +257,6 @@ def _first_module(one: Job, many: Job, whole: Whole, step: int, allowed: float) 
     for name, x in one.ranks[0]["steps"][step]["modules"]:
         if name in sums and x and all(abs(sums[name] / (d * x) - 1) > allowed for d in divisors(len(many.ranks))):
             return f"the first module with another output is {name}: look there, and at what computes its input"
-    return ""
-
-
-def _first_gradient(one: Job, found: Gradients, step: int) -> str:
-    """The first wrong gradient that a backward pass meets."""
-    for module, _ in reversed(one.ranks[0]["steps"][step]["modules"]):
-        if first := [name for name in found.wrong if name.rpartition(".")[0] == module]:
-            return f"; a backward pass meets {first[0]} first: look at the backward of what its output goes into"
     return ""
 
 

@@ -14,7 +14,9 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
+import re
 import sys
 import time
 import traceback
@@ -23,12 +25,12 @@ from typing import Any
 
 import ring_doctor_recorder as recorder  # type: ignore[import-not-found]
 
-METHODS = "send broadcast gather scatter reduce allreduce allgather _allgather_base allgather_into_tensor_coalesced"
-METHODS += " reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced"
-METHODS += " all_gather_single alltoall alltoall_base all_to_all_single"  # of a group of processes
+MOVE = os.environ.get("RING_DOCTOR_MOVE", "")  # a dtype: weights are moved by one unit of it before the first step
+OF_WEIGHTS = ("torch.distributed.fsdp", "torch.nn.parallel")  # whose messages carry weights and gradients
+METHODS = re.compile("send|_?(all|broadcast|gather|scatter|reduce)")  # of a group of processes: their names
 FUNCTIONAL = "torch.distributed._functional_collectives"  # which return a tensor
 FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor all_gather_single"
-FUNCTIONS += " all_gather_tensor_autograd all_to_all_single_autograd all_gather_single_autograd"
+FUNCTIONS += " broadcast all_gather_tensor_autograd all_to_all_single_autograd all_gather_single_autograd"
 LAUNCHERS = ("torch/distributed/launcher/api.py", "accelerate/commands/launch.py")  # which say that a rank failed
 
 
@@ -47,25 +49,24 @@ def watch(torch: Any) -> None:
             ignored = target == options.get("ignore_index", -100)
             seen.now["labels"].append(target.detach().masked_fill(ignored, -100).flatten().cpu())
 
-    def part(*_: Any, **__: Any) -> None:
-        """Nothing is noted but whether random numbers are drawn."""
-
-    notes = {"embedding": embedding, "cross_entropy": loss, "nll_loss": loss, "dropout": part}
-    for name, note in (notes | {"scaled_dot_product_attention": part}).items():
+    notes = {"embedding": embedding, "cross_entropy": loss, "nll_loss": loss}
+    for name in (*notes, "dropout", "scaled_dot_product_attention"):  # these two may draw random numbers
+        note = notes.get(name, lambda *_, **__: None)
         around(torch.nn.functional, name, functools.partial(noted, seen, note))
     around(torch.autograd, "backward", lambda by, tensors, *args, **kw: seen.backward(by, tensors, args, kw))
     for home in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
             around(home, name, lambda by, weights, *args, **kw: seen.clip(by, weights, args, kw))
     if torch.distributed.is_available():
-        for name in METHODS.split():
-            around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, name))
+        group = torch._C._distributed_c10d.ProcessGroup
+        for name in filter(METHODS.match, dir(group)):
+            around(group, name, functools.partial(sent, name))
         for name in FUNCTIONS.split():  # before a program imports them from their module
             around(importlib.import_module(FUNCTIONAL), name, functools.partial(sent, name))
 
     def compiled(original: Any, *args: Any, **kwargs: Any) -> Any:
         # A step that is compiled whole has all of these in it.
-        for name in () if seen.compiles else ("backward", "clip", "step", "stepped"):
+        for name in () if seen.compiles else ("backward", "clip", "step"):
             setattr(seen, name, torch.compiler.disable(getattr(seen, name)))
         seen.compiles = True
         return original(*args, **kwargs)
@@ -76,6 +77,8 @@ def watch(torch: Any) -> None:
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(module, *args, **kwargs)
+        if MOVE and not seen.depth and seen.looks():
+            move(torch, module)
         return seen.call(module, call, args, kwargs)
 
     torch.nn.Module.__call__ = called
@@ -88,7 +91,8 @@ def watch(torch: Any) -> None:
         def steps(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             seen.step(optimizer, own)
             out = original(optimizer, *args, **kwargs)
-            seen.stepped(optimizer)
+            if own:
+                seen.step(optimizer, own, kind="after")
             return out
 
         around(kind, "step", steps)
@@ -132,8 +136,29 @@ def steps_on(kind: Any) -> bool:
 
 
 def sent(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    recorder.seen.message(name, (*args, *kwargs.values()))
+    """A message, of which a note is taken unless it carries weights or gradients."""
+    seen, frames = recorder.seen, traceback.walk_stack(sys._getframe(1))
+    callers = [frame.f_globals.get("__name__", "") for frame, _ in itertools.islice(frames, 12)]
+    if seen.stepping:
+        seen.own_steps[seen.stepping] += 1
+    elif seen.looks() and not any(caller.startswith(OF_WEIGHTS) for caller in callers):
+        parts = recorder.flat([*args, *kwargs.values()])
+        sizes = [x.numel() for x in parts if hasattr(x, "is_floating_point") and x.is_floating_point()]
+        seen.now["messages"].append((name, max(sizes, default=0)))
     return original(*args, **kwargs)
+
+
+def move(torch: Any, module: Any) -> None:
+    """Move each weight by one unit of the dtype MOVE, once: w (1 ± eps)."""
+    eps, draw = torch.finfo(getattr(torch, MOVE)).eps, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for whole_weight in module.parameters():
+            if hasattr(whole_weight, "ring_doctor_moved") or not whole_weight.is_floating_point():
+                continue
+            whole_weight.ring_doctor_moved = True
+            weight = recorder.local(whole_weight.data)
+            signs = torch.randint(0, 2, weight.shape, generator=draw).mul(2).sub(1).to(weight)
+            weight.add_(weight.abs() * signs * eps)
 
 
 class AfterTorch:

@@ -1,10 +1,10 @@
 """A job that runs already: a line of a right training script is spoiled, and the doctor names what it has seen."""
 
 import gc
+import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,9 +18,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ring_doctor.__main__ as command
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.gradients import gradients_of
+from ring_doctor.jobs import verdict
+from ring_doctor.jobs.gradients import factors_of, gradients_of
 from ring_doctor.jobs.job import GUARD, Job, run_job
 from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
@@ -53,34 +55,25 @@ ZERO = """\
         dist.broadcast(weight.data, n % P)
 """
 SUMMING = """\
-class Summing(torch.optim.AdamW):
-    def step(self):
-        for weight in (weights := self.param_groups[0]["params"]):
-            dist.all_reduce(weight.grad)
-        torch.nn.utils.clip_grad_norm_(weights, 0.5)
-        super().step()
-
-
-def train("""
-OWN = """\
-class Own(torch.optim.Optimizer):
+class Summing(torch.optim.{0}):
     def step(self):
         weights = self.param_groups[0]["params"]
-        sums = [weight.grad{} for weight in weights]
+        sums = [weight.grad{1} for weight in weights]
         for x in sums:
             dist.all_reduce(x)
-        norm = torch.stack([x.square().sum() for x in sums]).sum() ** 0.5 + 1e-6
+        norm = torch.stack([x.square().sum() for x in sums]).sum() ** 0.5
         for weight, x in zip(weights, sums):
-            weight.data -= x.mul_(0.5 / norm{})
+            weight.data -= x.mul_(0.5 / (norm + 1e-6){2})
+        {3}
 
 
 def train("""
 
 
-def summed_by_own_class(copied="", divided=""):
-    """An optimizer that is not torch's sums gradients, or copies of them, in its step, and clips them."""
-    edits = [(f"{SUM}    torch.nn.utils.clip_grad_norm_({CLIP})\n", ""), ("torch.optim.AdamW(", "Own(")]
-    return [*edits, ("lr=1e-2", "{}"), ("def train(", OWN.format(copied, divided))]
+def summed_in_a_step(home="Optimizer", copied="", divided="", end="pass", rate="{}"):
+    """An optimizer of the user's sums gradients, or copies of them, in its step, and clips them by hand."""
+    edits = [(f"{SUM}    torch.nn.utils.clip_grad_norm_({CLIP})\n", ""), ("torch.optim.AdamW(", "Summing(")]
+    return [*edits, ("lr=1e-2", rate), ("def train(", SUMMING.format(home, copied, divided, end))]
 
 
 MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
@@ -105,7 +98,7 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         [(SUM, f"{SUM}    dist.all_reduce(model.head.weight.grad)\n")],
         "gradients_times_p; 1 of 12 weights, head.weight, × 3",
     ),
-    "an own class divides": (summed_by_own_class(divided=" / P"), "gradients_over_p; all weights"),
+    "an own class divides": (summed_in_a_step(divided=" / P"), "gradients_over_p; all weights"),
     "only a rank clips": (
         [("    torch.nn.utils.clip", "    if rank == 0:\n        torch.nn.utils.clip")],
         "12 of 12 gradients are wrong on rank 1, 2 only",
@@ -141,12 +134,8 @@ HEALTHY = {
     "DDP, with the factor": [(SUM, ""), (WRAPPED, DDP), (" / count", " / count * P")],
     "another layout": [('"zigzag"', '"striped"')],
     "contiguous": [('"zigzag"', '"contiguous"')],
-    "summed in a step of the user's, at another rate": [
-        (f"{SUM}    torch.nn.utils.clip_grad_norm_({CLIP})\n", ""),
-        ("torch.optim.AdamW(model.parameters(), lr=1e-2", "Summing(model.parameters(), lr=1e-3"),
-        ("def train(", SUMMING),
-    ],
-    "summed by an optimizer of an own class": summed_by_own_class(),
+    "summed before the step of torch, at another rate": summed_in_a_step("AdamW", "", "", "super().step()", "lr=1e-3"),
+    "summed in a step of an own class": summed_in_a_step(),
     "two backward passes": [TWICE],
     "nothing is shared out": [
         (AT, "    at = torch.arange(S)\n"),
@@ -176,7 +165,7 @@ CANNOT = {
     "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
     "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "first job has 48 tokens, that of the second 24"),
     "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "the second job draws random numbers"),
-    "an own class sums copies": (summed_by_own_class(".clone()"), "wrong when Own.step begins, and it sends messages"),
+    "an own class sums copies": (summed_in_a_step(copied=".clone()"), "Summing.step begins, and it sends messages"),
     "a rank that fails": ([(SUM, f"    assert rank < 2, 'no' * 200\n{SUM}")], f"AssertionError: {'no' * 200}"),
     "steps in backward": (
         [("    loss.back", "    model.head.weight.register_hook(lambda _: optimizer.step())\n    loss.back")],
@@ -286,15 +275,16 @@ def test_labels_of_a_fused_loss_are_shifted_once(by):
 TEXT = torch.arange(8).flip(0)[None]
 
 
-def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float64",)):
-    """What is seen of a job of one rank: the gradient of its last weight is `size`, 3."""
+def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float64",), steps=1):
+    """What is seen of a job of one rank: the gradient of its last weight is `size`, 3, in each step."""
     folder.mkdir()
-    torch.save(torch.tensor([size, 3.0]), folder / f"before-0-{names[-1]}-0.pt")
+    for at in range(steps):
+        torch.save(torch.tensor([size, 3.0]), folder / f"before-{at}-{names[-1]}-0.pt")
     seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "draws": False}
     seen |= {"messages": [], "dtypes": set(dtypes)}
     step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
     step |= {"left": [], "later": [], "owned": [], "compiles": False, "sizes": {}, "own_steps": {}}
-    return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step]}])
+    return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step] * steps}])
 
 
 @pytest.mark.parametrize("lost", ["attention_mask", "weights"])
@@ -312,9 +302,16 @@ def test_outputs_with_other_padding_are_not_compared(tmp_path):
     assert found.says.startswith("the jobs pad to other lengths (8 and 10 tokens), so outputs of modules were not comp")
 
 
-def test_a_narrower_dtype_in_the_second_job_is_told(tmp_path):
-    many = small_job(tmp_path / "many", 1.01, dtypes=["torch.float64", "torch.bfloat16"])
-    with pytest.raises(CannotExamine, match=r"only the second job computes in .*bfloat16"):
+@pytest.mark.parametrize(
+    ("dtypes", "says"),
+    [
+        (["torch.float64", "torch.bfloat16"], "only the second job computes in bfloat16"),
+        (["torch.float32"], "the first job computes in float64, the second in float32"),
+    ],
+)
+def test_another_dtype_in_the_second_job_is_told(dtypes, says, tmp_path):
+    many = small_job(tmp_path / "many", 1.01, dtypes=dtypes)
+    with pytest.raises(CannotExamine, match=says):
         compare(small_job(tmp_path / "one", 1.0), many, None, 1)
 
 
@@ -329,6 +326,7 @@ def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
 
 CAUGHT = "import sys, traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()\n"
 MANY = "class Many(Exception):\n    exceptions = ['a reason']\n"
+LINES = r"print(*range(9), 'no config.yaml', sep='\n')"
 FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the end of what is shown
     "after an error that was caught": ([f"{CAUGHT}raise ValueError('a reason')"], "')\n  | ValueError: a reason"),
     "sys.exit after one": ([f"{CAUGHT}sys.exit('no config.yaml')"], "\n  | no config.yaml"),
@@ -339,7 +337,7 @@ FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the e
     ),
     "many lines": ([r"raise ValueError('\n'.join('ab' * 20))"], "\n  | b" + "\n  | a\n  | b" * 3),
     "a launcher": (
-        ["print('no config.yaml')\nexec(compile('1/0', 'torch/distributed/launcher/api.py', 'exec'))"],
+        [f"{LINES}\nexec(compile('1/0', 'torch/distributed/launcher/api.py', 'exec'))"],
         "\n  | no config.yaml",
     ),
     "a rank that lost the other": (
@@ -350,13 +348,18 @@ FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the e
         ["raise ValueError(1)", "import ring_doctor_recorder\nring_doctor_recorder.seen = 0\nraise KeyError(2)"],
         "\n  | KeyError: 2",
     ),
-    "a PYTHONPATH of the user's": (["import os\nraise ValueError(os.environ['PYTHONPATH'])"], f"{os.pathsep}mine"),
+    "a PYTHONPATH of the user's, with a sitecustomize": (
+        ["import os\nraise ValueError(os.environ['PYTHONPATH'] + os.environ['READ'])"],
+        f"{os.sep}mine, read",
+    ),
 }
 
 
 @pytest.mark.parametrize("failing", FAILING)
 def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "mine")
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "sitecustomize.py").write_text("import os\nos.environ['READ'] = ', read'")
+    monkeypatch.setenv("PYTHONPATH", str(mine))
     scripts, shown = FAILING[failing]
     files = [tmp_path / f"{rank}" / "train.py" for rank in range(len(scripts))]
     for file, script in zip(files, scripts, strict=True):
@@ -395,10 +398,9 @@ SENT = {  # the numbers of steps, what the weight adds up to on both ranks at st
 def test_the_gradient_of_a_weight_may_be_on_one_rank_only_if_both_get_the_new_weight(sent, tmp_path):
     """At each step, as in ZeRO-2. While its learning rate is 0, as in a warm-up, nothing shows it."""
     steps, sizes, says = SENT[sent]
-    one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
+    one, many = (small_job(tmp_path / name, 1.0, steps=2) for name in ("one", "many"))
     for job, ranks in ((one, 1), (many, 2)):
-        shutil.copy(job.folder / "before-0-weight-0.pt", job.folder / "before-1-weight-0.pt")
-        [step], of = job.ranks[0]["steps"], job.ranks[0]
+        [step, _], of = job.ranks[0]["steps"], job.ranks[0]
         at = [[step | {"sizes": {"weight": torch.tensor(x)}} for x in (1.0, sizes[rank])] for rank in range(ranks)]
         job.ranks[:] = [of | {"rank": rank, "steps": at[rank]} for rank in range(ranks)]
     try:
@@ -416,6 +418,67 @@ def test_a_gradient_is_wrong_on_the_rank_whose_optimizer_has_its_weight(tmp_path
     assert gradients_of(one, many, None, 0, "before").wrong_ranks == {1}
 
 
+@pytest.fixture
+def runs(monkeypatch):
+    """The commands that the doctor runs, and how. The gradient of a job is its command, a number."""
+    asked = []
+
+    def run(command, folder, *, steps, seconds, tell, move=""):
+        asked.append((command, steps, seconds, move))
+        tell(command)
+        return small_job(folder, float(command), steps=steps)
+
+    monkeypatch.setattr(verdict, "run_job", run)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return asked
+
+
+@pytest.mark.parametrize("options", [[], ["--steps=2", "--time-limit=7", "--exact"]])
+@pytest.mark.parametrize(("many", "status", "line"), [("1", 0, "HEALTHY: "), ("2", 1, "SICK: "), ("nan", 1, "SICK: ")])
+def test_the_command_runs_both_jobs_and_the_first_once_more(options, many, status, line, runs, tmp_path, capsys):
+    report, how = tmp_path / "report.json", (2, 7) if options else (1, 600)
+    assert command.main(["run", "1", many, f"--json={report}", *options]) == status
+    assert runs == [("1", *how, ""), (many, *how, ""), ("1", *how, "float64")][: 2 if options else 3]
+    said = json.loads(report.read_text())
+    assert said["verdict"] == capsys.readouterr().out.splitlines()[0]
+    assert said["verdict"].startswith(line)
+    assert said["allowed"]["weight"] == 8 * 64 * 2**-52  # nothing was measured, or nothing moved
+    assert said["errors"]["weight"] == (None if many == "nan" else pytest.approx((float(many) - 1) / 10**0.5))
+
+
+def test_a_job_is_asserted(runs):
+    """A job whose gradients are not finite cannot be the judge."""
+    verdict.assert_job("1", "1", steps=2, exact=True, seconds=5)
+    assert runs == [("1", 2, 5, "")] * 2
+    for one, many, says in (("1", "2", "SICK: .*\n  gradients  1; the"), ("inf", "1", "CANNOT TELL: .* not finite")):
+        with pytest.raises(AssertionError, match=says):
+            verdict.assert_job(one, many)
+
+
+WAITS = "touch $RING_DOCTOR_FOLDER/pid-$$; echo $$ > {0}; exec sleep 99"  # in a session of its own
+ENDS = {  # commands, seconds, and what is said
+    "sleep 99": (0.1, "had not ended after 0.1 s: no process of Python that reads PYTHONPATH"),
+    f"setsid sh -c '{WAITS}' & while [ ! -s {{0}} ]; do sleep 0.05; done; exit 4": (
+        99,
+        "(status 4): no process had made",
+    ),
+    "cd $RING_DOCTOR_FOLDER; touch pid-999999999 seen-0-of-2.pt; exit 4": (99, "4): only rank 0 had made step 3"),
+}
+
+
+@pytest.mark.parametrize("job", ENDS)
+def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path):
+    (seconds, says), file = ENDS[job], tmp_path / "number"
+    with pytest.raises(CannotExamine) as error:
+        run_job(job.format(file), tmp_path / "seen", steps=3, seconds=seconds)
+    assert says in str(error.value)
+    for left in reversed(range(1000 if file.exists() else 0)):
+        if not Path("/proc", file.read_text().strip(), "exe").exists():
+            break
+        assert left
+        time.sleep(0.01)
+
+
 def test_ranks_are_in_their_order_and_not_in_that_of_their_files(tmp_path):
     for rank in range(11):
         torch.save({"rank": rank}, tmp_path / f"seen-{rank}-of-11.pt")
@@ -423,21 +486,67 @@ def test_ranks_are_in_their_order_and_not_in_that_of_their_files(tmp_path):
     assert [seen["rank"] for seen in job.ranks] == [*range(11)]
 
 
-@pytest.mark.parametrize(("norms", "names"), [((5.0, 5.0), []), ((5.0, 4.0), ["clipped_per_rank"])])
-def test_a_norm_of_another_rank_is_told_though_it_clips_nothing(norms, names, tmp_path):
+@pytest.mark.parametrize(
+    ("norms", "after", "says"),
+    [
+        ((5.0, 5.0), 1.0, "the gradients of 2 ranks are those of the first job"),
+        ((5.0, 4.0), 1.0, "clipped_per_rank; the norm for clipping is 5, 4, and that of the whole gradient 5"),
+        ((7.0, 7.0), 1.0, "the gradients are right before clipping and wrong after it; the norm for clipping is 7, 7"),
+        ((5.0, 5.0), 2.0, "the gradients are right before clipping and wrong after it; the norm for clipping is 5, 5"),
+    ],
+)
+def test_clipping_of_right_gradients_is_told(norms, after, says, tmp_path):
+    """Also that of another rank than rank 0, and a norm that clips nothing."""
     one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
     torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-weight-1.pt")
     [step] = many.ranks[0]["steps"]
     one.ranks[0]["steps"] = [step | {"norm": 5.0}]
     many.ranks[:] = [many.ranks[0] | {"rank": rank, "steps": [step | {"norm": x}]} for rank, x in enumerate(norms)]
-    assert compare(one, many, None, 1).names == names
+    torch.save(torch.tensor([after, 3.0]), many.folder / "gradient-0-weight-1.pt")
+    assert says in compare(one, many, None, 1).line
 
 
 def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):
     one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"]) for name in ("one", "many"))
+    one.ranks[0]["steps"][0]["left"] = ["other", "weight"]
+    assert "No optimizer used the gradients of other until then" in str(compare(one, many, None, 1))
     one.ranks[0]["steps"][0]["later"] = ["other"]
     with pytest.raises(CannotExamine, match=r"but the optimizer of other made no step until then; expected --steps 2"):
         compare(one, many, None, 1)
+
+
+COARSE = {0.019: "", 0.021: "Mistakes may hide: in float64, rounding may change a gradient by 5%", 0.19: "by 48%"}
+
+
+@pytest.mark.parametrize("change", [*COARSE, 0.21])
+def test_what_rounding_may_change_is_eight_times_what_a_unit_changes(change, tmp_path):
+    one, many, moved = (small_job(tmp_path / f"{n}", 1.0 + change * (n == 2)) for n in range(3))
+    if change not in COARSE:
+        with pytest.raises(CannotExamine, match=r"nothing is wrong, but in float64, rounding .* by 53%"):
+            compare(one, many, moved, 1)
+        return
+    found = compare(one, many, moved, 1)
+    assert found.numbers["allowed"]["weight"] == pytest.approx(8 * change / 10**0.5, rel=1e-5)
+    assert COARSE[change] in str(found)
+    assert ("Mistakes may hide" in str(found)) == (change > 0.02)
+
+
+def test_a_weight_may_have_a_prefix_in_one_of_the_jobs(tmp_path):
+    plain, base, two = (
+        small_job(tmp_path / f"{n}", 1.0, names=names) for n, names in enumerate((["w"], ["base.w"], ["a.w", "b.w"]))
+    )
+    assert {compare(*jobs, None, 1).level for jobs in ((plain, base), (base, plain))} == {RIGHT}
+    with pytest.raises(CannotExamine, match=r"the weight w is not in both jobs; expected one model in both$"):
+        compare(plain, two, None, 1)
+
+
+FACTORS = {1: "", 3: "times_p", 1 / 3: "over_p", 3**0.5: "times_root_p", 3**-0.5: "over_root_p", 0.7: "nothing"}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_of_all_gradients_has_a_name(factor):
+    right = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert (factors_of([factor * right] * 3, right, 0.0, 1e-9, [3]) or ["nothing"]) == [FACTORS[factor]]
 
 
 @pytest.mark.parametrize("doctor", [b"", b"\n"], ids=["was killed", "ends the job"])
@@ -454,7 +563,7 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     monkeypatch.setenv("RING_DOCTOR_FOLDER", str(tmp_path))
     monkeypatch.setenv("RING_DOCTOR_STEPS", "3")
     recorder = SimpleNamespace(**runpy.run_path(str(ROOT / "ring_doctor/jobs/recorder.py")))
-    assert recorder.plain("0._checkpoint_wrapped_module.wq.weight") == "0.wq.weight"
+    assert recorder.plain("_orig_mod.module.0._checkpoint_wrapped_module.submodule.wq") == "0.submodule.wq"
     seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     monkeypatch.setattr(gc, "get_objects", lambda: [body, head])  # among a million others it takes seconds
     seen.call(body, lambda *_: torch.ones(1), (), {})
@@ -481,11 +590,37 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     assert torch.equal(torch.load(tmp_path / "before-1-0.weight-0.pt"), right)
     assert seen.steps[1]["later"] == ["1.weight", "1.bias"]
     seen.passes = [recorder.fresh()]
-    seen.clip(lambda *_: torch.ones(()), body.parameters(), (1.0,), {})
+    for norm in (1.0, 2.0):
+        seen.clip(lambda *_, norm=norm, **__: torch.tensor(norm), body.parameters(), (), {"max_norm": 1.0})
     optimizers[0].zero_grad()  # after clipping
     monkeypatch.setattr(seen, "end", lambda: None)
     seen.step(optimizers[0])
     assert not torch.load(tmp_path / "gradient-2-0.weight-0.pt").any()
+    assert seen.steps[2]["norm"] == 1
+    monkeypatch.setattr(seen, "place", lambda: (1, 2))
+    for size, at in ((2, "is_shard"), (2, "is_replicate"), (1, "is_shard")):  # as DTensors, on all ranks or not
+        mesh = SimpleNamespace(size=lambda size=size: size, device_type="cpu")
+        placement = SimpleNamespace(is_replicate=lambda at=at: at == "is_replicate")
+        x = SimpleNamespace(device_mesh=mesh, placements=[placement], dtype=torch.float64, device=torch.device("cpu"))
+        x.full_tensor = lambda: torch.ones(2)
+        seen.write_gradients([weight := SimpleNamespace(grad=x)], {id(weight): f"{at} {size}"})
+    written = {file.name for file in tmp_path.glob("before-3-*")}
+    assert written == {"before-3-is_replicate 2-1.pt", "before-3-is_shard 1-1.pt"}  # the other is rank 0's
+
+
+def test_weights_are_moved_once_by_a_unit_and_all_messages_are_seen(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ring_doctor_recorder", SimpleNamespace(local=lambda x: x))
+    monkeypatch.setenv("RING_DOCTOR_MOVE", "bfloat16")
+    watching, model = runpy.run_path(str(ROOT / "ring_doctor/jobs/watching.py")), torch.nn.Linear(9, 9)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        watching["move"](torch, model)
+    moved = model.weight / before - 1
+    assert torch.allclose(moved.abs(), torch.tensor(2.0**-7))
+    assert moved.min() < 0 < moved.max()
+    seen = set(filter(watching["METHODS"].match, dir(torch.distributed.ProcessGroup)))
+    assert {"send", "gather", "scatter", "broadcast", "alltoall_base", "_allgather_base", "allreduce_coalesced"} <= seen
+    assert not seen & {"rank", "size", "barrier", "recv"}
 
 
 LOSS = SCRIPT[SCRIPT.index("    logits =") : SCRIPT.index(SUM)]
@@ -529,3 +664,13 @@ def test_wrong_positions_are_named(name):
     ranks = [[Row(*of, None)] for of in zip(PLACES.chunk(2), of_ranks.chunk(2), strict=True)]
     whole = Whole([Row(PLACES, right, None)], ranks, "contiguous", 2, [[(0, at)] for at in PLACES.chunk(2)])
     assert [named for named, _ in told(whole)] == [name]
+
+
+@pytest.mark.parametrize("by", [0, 1, -1])
+def test_other_labels_are_named_unless_all_of_them_are_there(by):
+    """Ranks have the right labels, others, or those of the other rank: then their outputs are gathered elsewhere."""
+    labels = PLACES + 10
+    of_ranks = labels.roll(4) if by < 0 else labels + 20 * by
+    ranks = [[Row(at, None, own)] for at, own in zip(PLACES.chunk(2), of_ranks.chunk(2), strict=True)]
+    whole = Whole([Row(PLACES, None, labels)], ranks, "contiguous", 2, [[(0, at)] for at in PLACES.chunk(2)])
+    assert told(whole) == [("other_labels", "rank 0's label of token 0 is 30")] * (by > 0)
