@@ -25,7 +25,7 @@ import ring_attn
 from ring_attn import ring_attention
 from ringlab import support
 from ringlab.basics import command
-from ringlab.basics.blocking_messages import Recv, Send, Transfer, ring_programs, simulate_messages
+from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.options import new_file
 from ringlab.ring import overlap
 from ringlab.support import timeline
@@ -33,9 +33,9 @@ from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.drawing import draw_events
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import Event
-from tests.attention import DTYPES, WORLDS, assert_attention, random_qkv
+from tests.attention import DTYPES, assert_attention, random_qkv
 from tests.commands import run
-from tests.rings import assert_ring, even_lengths, messages_of_ring, ring, ring_and_events
+from tests.rings import assert_ring, even_lengths, ring, ring_and_events
 
 
 def ring_of(ranks, world_size, *args):
@@ -76,22 +76,6 @@ def test_keys_that_nobody_sees_are_as_good_as_none(ranks):
     assert ring_of(ranks, 3, q, torch.full_like(k, -math.inf), v, [3] * 3).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("world_size", WORLDS[1:])
-def test_the_messages_are_those_of_the_simulator(ranks, world_size):
-    B, H, S, D = 2, 3, 21, 4
-    lengths = even_lengths(S, world_size)
-    programs = ring_programs(world_size, hops=world_size - 1)
-    q, k, v = random_qkv((B, H, S, D), torch.bfloat16)
-    for rank, (messages, _) in enumerate(ranks(world_size, messages_of_ring, ring_attention, lengths, q, k, v)):
-        assert [(Send if it.kind == "send" else Recv)(it.peer) for it in messages] == programs[rank]
-        blocks = [(rank - t) % world_size for t in range(world_size)]
-        sent = [it.bytes for it in messages if it.kind == "send"]
-        received = [it.bytes for it in messages if it.kind == "recv"]
-        bytes_of = [2 * B * H * length * D * 2 for length in lengths]  # K and V, in bfloat16
-        assert sent == [bytes_of[block] for block in blocks[:-1]]
-        assert received == [bytes_of[block] for block in blocks[1:]]
-
-
 # The simulator of blocking messages ----------------------------------------------------------------------------------
 
 
@@ -116,11 +100,6 @@ def test_even_odd_delivers_every_message_once(world_size, hops):
         assert len(set(busy)) == len(busy) > 0
     if hops == 1:
         assert outcome.phases == (3 if world_size % 2 else 2)
-
-
-def test_a_hop_of_three_ranks_in_full():
-    assert ring_programs(3) == [[Send(1), Recv(2)], [Recv(0), Send(2)], [Send(0), Recv(1)]]
-    assert simulate_messages(ring_programs(3)).transfers == [Transfer(0, 0, 1), Transfer(1, 2, 0), Transfer(2, 1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -429,6 +429,8 @@ REFUSED = [
     (ring_flash_attention, None, {"schedule": LatentRing}, ["schedule is LatentRing, for K and V; expected ring_lat"]),
     (ring_flash_attention, 1, {"chosen": keys(0, 1)}, ["disagree about chosen", "rank 0: chosen=None"]),
     (ring_flash_attention, None, {"chosen": keys(0.5)}, ["chosen is torch.float32", "expected int64"]),
+    (ring_flash_attention, None, {"chosen": keys(0).to("meta")}, ["chosen is torch.int64 on meta", "expected int64"]),
+    (ring_flash_attention, None, {"chosen": keys(0)[..., :0]}, ["chosen has shape (2, 3, 0)", "expected (2, 3, 1 or"]),
     (ring_flash_attention, None, {"chosen": keys(0)[:, :2]}, ["chosen has shape (2, 2, 1)", "expected (2, 3, 1 or"]),
     (ring_flash_attention, None, {"chosen": keys(6)}, ["chosen has key 6 for the query at 0", "or -1"]),
     (ring_flash_attention, None, {"chosen": keys(-2)}, ["chosen has key -2 for the query at 0"]),
@@ -440,6 +442,7 @@ REFUSED = [
     (choose_keys, 1, index(J=1), ["disagree about", "J=3"]),
     (choose_keys, 1, index(E=5), ["disagree about", "E=4"]),
     (choose_keys, 1, {"index_weights": torch.zeros(2, 1, 3)}, ["rank 1: index_q has shape (2, 3, 3, 4)", "(B, J, C)"]),
+    (choose_keys, 1, {"index_k": torch.zeros(2, 3, 4).half()}, ["rank 1: index_k is torch.float16", "of one dtype"]),
     (choose_keys, 0, {"index_k": torch.zeros(2, 3)}, ["rank 0: index_k is torch.float32 of shape (2, 3)"]),
 ]
 
