@@ -3,8 +3,7 @@
     solve(4, my_ring)     runs my_ring on 3, 4 and 5 ranks, and shows the verdict, the score and the film
 
 A result counts only if every rank returns what float64 attention of the whole sequence returns (or whatever the puzzle
-asks). The numbers are new in each run. Stars: 1 for a right result, 2 for the goal, 3 for the best known. A count below
-a proved bound means that data took another way than the messages; it is refused.
+asks). The numbers are new in each run. Stars: 1 for a right result, 2 for the goal, 3 for the best known.
 """
 
 import math

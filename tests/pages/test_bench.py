@@ -1,11 +1,13 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
+import contextlib
 import math
 import os
 import re
 import resource
 import sys
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from bench import __main__ as command
 from bench import memory, pages, record, speed
 from bench.pages import BENCHES
+from bench.peers import with_gradients
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import laps
 
@@ -125,11 +128,59 @@ def test_results_are_kept(tmp_path, monkeypatch):
     assert record.load("b") == {"x": 1, "y": [[1, 2], [3]]}
 
 
-@pytest.mark.parametrize("factor", [2, math.nan])
-def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, factor):
-    monkeypatch.setattr(speed, "torch_loop", lambda q, *_, **options: factor * q)
-    with pytest.raises(RuntimeError, match=r"forward, float32.*off by"):
-        speed.measured_speed(alone, [16], 2, 8, 1)
+@pytest.mark.parametrize(("times", "right"), [(1 + 30 * 2**-23, True), (1 + 34 * 2**-23, False), (math.nan, False)])
+def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, times, right):
+    """32 ulp are rounding; and NaN is not."""
+    full, dtypes = torch.nn.functional.scaled_dot_product_attention, {"float32": torch.float32}
+    monkeypatch.setattr(speed, "torch_loop", lambda *x, causal, layout: times * full(*x, is_causal=causal))
+    monkeypatch.setattr(speed, "CASES", {speed.FORWARD: [speed.TORCH]})
+    monkeypatch.setattr(speed, "DTYPES", dtypes)
+    monkeypatch.setattr(record, "PAUSE", 0.0)
+    refused = pytest.raises(RuntimeError, match=r"forward, float32.*off by")
+    with contextlib.nullcontext() if right else refused:
+        assert len(speed.measured_speed(alone, [16], 2, 8, 1)) == 1
+    monkeypatch.setattr(speed, "ring_attention", lambda *x: times * full(*x))
+    if not right:
+        with pytest.raises(RuntimeError, match="ring_attention, P ranks differs from full attention"):
+            speed.seconds_of_ring(alone, 16, 2, 8, 1)
+
+
+def test_the_rows_and_sums_of_a_layer_are_judged(alone):
+    """32 ulp of the largest number; each result with one that is a little more off, and with a NaN."""
+    four = torch.randn(4, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    results = with_gradients(torch.nn.functional.scaled_dot_product_attention, *four)
+    memory.check(*four, *results)
+    for i, name in enumerate(("out", "dq", "dk", "dv")):
+        for more in (1e-3, math.nan):
+            wrong = [x.clone() for x in results]
+            wrong[i][..., -1, 0] += more * wrong[i].abs().max()  # in the last row
+            with pytest.raises(RuntimeError, match=f"^{name} is wrong: off by"):
+                memory.check(*four, *wrong)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_alone_takes_all_cores_and_the_others_wait(monkeypatch, alone, rank):
+    monkeypatch.setattr(record, "PAUSE", 0.0)
+    monkeypatch.setattr(record, "cpu_cores", lambda: 3)
+    together, works = torch.get_num_threads(), dict.fromkeys(("all", "one"), torch.get_num_threads)
+    methods = {name: (name == "one", work) for name, work in works.items()}
+    seconds, results = record.in_turn(replace(alone, rank=rank), methods, 2)
+    assert results == {"all": together, **({"one": 3} if rank == 0 else {})}
+    assert {name: len(each) for name, each in seconds.items()} == {"all": 2, "one": 2}
+    assert torch.get_num_threads() == together
+
+
+def test_several_benches_are_processes_and_one_that_fails_is_told(monkeypatch, capsys):
+    codes = {"memory": 0, "max_context": 3, "ring_vs_full": 1}
+    ended = mock.Mock(side_effect=lambda words: mock.Mock(returncode=codes[words[-1]]))
+    monkeypatch.setattr(command.subprocess, "run", ended)
+    monkeypatch.setattr(sys, "argv", ["bench", *codes])
+    assert command.main() == 3
+    assert [call.args[0][1:] for call in ended.call_args_list] == [["-m", "bench", name] for name in codes]
+    monkeypatch.setattr(sys, "argv", ["bench", "memory", "speed"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert f"speed is no bench; expected one of {', '.join(BENCHES)}" in capsys.readouterr().err
 
 
 def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The GPU bench without a GPU: what it computes on, when it reads clocks, what it divides by, what it calls wrong."""
 
+import math
 import re
 import sys
 import time
@@ -196,7 +197,7 @@ def sees_the_blind(q, k, v, out, lse, d_out, **options):
     return gpu_backward(q, k, v, out, lse.masked_fill(lse == -torch.inf, 0.0), d_out, **options)
 
 
-gpu_backward = gpu.fused_backward
+gpu_backward, apart = gpu.fused_backward, gpu.apart
 
 
 @pytest.mark.parametrize("mistake", [None, swapped, sees_the_blind])
@@ -221,6 +222,11 @@ def test_wrong_gradients_of_a_ring_are_seen(monkeypatch, alone, part):
     monkeypatch.setattr(gpu, "typical", lambda context, work: 1.0)
     monkeypatch.setattr(gpu, "peak", lambda context, work: 1)
     assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {True}
+    most, sdpa = (gpu.CLOSE, []) if part == "ring" else (2.0, [1.0])  # twice as far as sdpa is
+    for off, right in ((most, True), (1.001 * most, False), (math.nan, False)):
+        monkeypatch.setattr(gpu, "apart", mock.Mock(side_effect=[*sdpa, off] * 2))
+        assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {right}
+    monkeypatch.setattr(gpu, "apart", apart)
     monkeypatch.setattr(flash_ring, "fused_backward", half_of_dk)
     assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {False}
 
@@ -245,12 +251,17 @@ def test_the_command_runs_all_its_parts_on_the_cpu():
     }
 
 
-@pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1), (None, 1)])
-def test_what_is_wrong_or_late_is_told_by_the_status(monkeypatch, right, status):
+@pytest.mark.parametrize(
+    ("right", "status", "words", "gpus", "ranks"),
+    [(True, 0, [], 1, 3), (False, 1, [], 5, 5), (None, 1, ["--ranks", "2"], 8, 2)],
+)
+def test_what_is_wrong_or_late_is_told_by_the_status(monkeypatch, right, status, words, gpus, ranks):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(
-        gpu, "examined", lambda *how: iter([("overlap", ("hops", right and how[:2] == ("cuda", 3), ""))])
-    )
-    assert gpu.main([]) == status
+    examined = mock.Mock(return_value=[("machine", ("it", True, "")), ("overlap", ("hops", right, ""))])
+    monkeypatch.setattr(gpu, "examined", examined)
+    assert gpu.main(words) == status
+    assert examined.call_args.args == ("cuda", ranks, gpu.ON["cuda"])
+    with pytest.raises(SystemExit):  # one rank is no ring
+        gpu.main(["--ranks", "1"])

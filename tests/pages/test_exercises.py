@@ -2,10 +2,12 @@
 
 import ast
 import linecache
+import math
 import re
 import sys
 from functools import cache
 from importlib import import_module
+from itertools import count
 
 import nbformat
 import numpy as np
@@ -179,7 +181,7 @@ NUMBER = Exercise(
     right=lambda n: 3 * n,
     wrong={"that is n": lambda n: n, "that is its square": lambda n: n * n, "no value": lambda n: n / 0},
     said="three times n",
-    cases=[(3,), (2,), (1,)],
+    cases=[(3,), (2,), (1,), (0,), (10**7,)],
     remark="triple",
 )
 PARTS = Exercise(right={"a": 1.53, "b": X}, wrong={"b has the other sign": {"b": -X}}, said="1.53 and x", decimals=2)
@@ -208,6 +210,13 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (NUMBER, lambda n: np.int64(3 * n), "right: triple"),
     (NUMBER, lambda n: torch.tensor([3.0 * n]), "right: triple"),
     (NUMBER, lambda n: 3.5 * n, "not yet: n = 3: you say 10.5: three times n"),
+    (NUMBER, lambda n: (1 + 0.9e-6) * 3 * n, "right: triple"),
+    (NUMBER, lambda n: (1 + 1.1e-6) * 3 * n, "not yet: n = 3: you say 9.0"),
+    (NUMBER, lambda n: 3 * n + 1e-9, "not yet: n = 0: you say 1e-09"),
+    (NUMBER, lambda n: 3 * n + (n > 9), "not yet: n = 10,000,000: you say 30,000,001"),
+    (NUMBER, lambda n: math.nan, "not yet: n = 3: you say nan"),
+    (GROWS, lambda x: 2 * x + 2 + 5e-5 * x.abs().max().clamp(max=1), "right"),  # 1e-5 of 4, and of itself
+    (GROWS, lambda x: 2 * x + 2 + 9e-5 * x.abs().max().clamp(max=1), "not yet: x = [1.0, -2.0]: off by up to 9"),
     (NUMBER, lambda n: n, "not yet: that is n"),
     (NUMBER, lambda n: n * n, "not yet: that is its square"),  # right in the first case
     (NUMBER, lambda n: n if n == 2 else 3 * n, "not yet: n = 2: you say 2: three times n"),
@@ -217,6 +226,9 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (PARTS, (1.53, -X), "not yet: b: b has the other sign"),
     (PARTS, (1.5, X), "not yet: a: 1.5 is right but not exact enough: give 2 decimals"),
     (PARTS, (1.49, X), "not yet: a: you say 1.49: 1.53 and x"),
+    (PARTS, (1.535, X), "right"),
+    (PARTS, (1.5352, X), "not yet: a: you say 1.5352"),
+    (PARTS, (math.nan, X), "not yet: a: you say nan"),
     (PARTS, (X, 1.53), "not yet: the right values in another order, b, a: return a, b"),
     (PARTS, (1.53,), "not yet: expected 2 values (a, b), got 1 value(s)"),
     (PARTS, lambda: 1, "not yet: expected a value, not a function, got function"),
@@ -225,6 +237,7 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (PLACES, (torch.tensor(1), 2.0), "right"),
     (PLACES, [2, 1], "not yet: you say [2, 1]: two"),
     (PLACES, [1], "not yet: you say [1]: two"),
+    (PLACES, (1 / (i < 60_000) for i in count()), "not yet: you say <generator"),  # so many are not asked for
     (PLACES, 3, "not yet: expected a list of 2, got int"),
     (PLACES, "12", "not yet: expected a list of 2, got str"),
     (PAIRS, lambda n: [[n, 2], (n, np.int64(1))], "right"),

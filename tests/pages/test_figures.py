@@ -17,13 +17,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from bench.scoreboard import grades, times
-from figures import FOLDER, kv_rotation, scoreboard, token_loss
+from figures import FOLDER, kv_rotation, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from figures.timelines import duration, simulate_timeline
 from notebooks.source import build
 from ring_planner.hidden_communication import ring_seconds
-from ringlab.ring.causal import visible_pairs
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from tests.commands import ROOT, assert_legible
@@ -157,16 +155,6 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
 
 
-def test_the_scoreboards_picture_has_all_times():
-    graded = [each.error for each in times(grades())]
-    (board,) = scoreboard.draw().axes[1:]
-    drawn_errors = [error / 100 for line in board.lines if line.get_marker() == "o" for error in line.get_xdata()]
-    assert sorted(drawn_errors) == pytest.approx(sorted(graded))
-    assert f"half of {len(graded)} published times" in "".join(
-        label.get_text() for label in scoreboard.draw().findobj(Text)
-    )
-
-
 def test_the_losses_are_those_that_the_description_tells():
     right, shifted, counted = [
         token_loss.token_losses(token_loss.trained_model(), labels, at) for labels, at in token_loss.runs().values()
@@ -204,19 +192,6 @@ def test_a_timeline_by_hand():
 def test_the_slowest_hop_rules_ranks_that_are_alike(computing, hops):
     P = len(hops)
     assert duration(simulate_timeline(even(P, computing), hops)) == ring_seconds(P, computing, max(hops))
-
-
-@pytest.mark.parametrize(("layout", "shown"), [("zigzag", 0), ("striped", 0), ("contiguous", 1 / 2)])
-def test_causal_layouts_when_a_hop_takes_as_long_as_what_is_visible(layout, shown):
-    """The exposed time of the messages, in unmasked rounds: half of the first hop of contiguous chunks, else none.
-
-    The last rank of contiguous chunks computes on whole blocks, except on its diagonal block, which is half masked.
-    """
-    P, C = 4, 512
-    visible = 1 if layout == "contiguous" else 1 / 2
-    computing = (visible_pairs(layout, P * C, P) / C**2).tolist()
-    with_hops, without = (duration(simulate_timeline(computing, [hop] * P)) for hop in (visible, 0))
-    assert with_hops - without == pytest.approx(shown, abs=P / C)
 
 
 def test_a_block_that_takes_no_time_leaves_no_event_but_travels_on():

@@ -1,5 +1,7 @@
 """The puzzles: right schedules get their stars, wrong ones are told why, and nothing hangs."""
 
+import threading
+
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -8,7 +10,7 @@ from notebooks.puzzles import checks, engine, film
 from notebooks.puzzles import solutions as right
 from notebooks.source.checks.answers import OPEN
 from ringlab.support.colours import BLOCK_COLOURS
-from tests.commands import assert_legible
+from tests.commands import LIMIT, assert_legible
 from tests.wrong import readers_schedules as tried
 
 pytestmark = pytest.mark.slow
@@ -67,6 +69,9 @@ def _a_new_score_card(monkeypatch):
 def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     verdict, ours = checks.solve(number, schedule), schedule.__module__ == right.__name__
     assert verdict.stars == stars, verdict.text
+    words = {1: "right, but over the goal", 2: "solved  ", 3: "solved, as well as our best"}  # and never better
+    assert ours or f": {words[stars]}" in verdict.text
+    assert "better than our best" not in verdict.text
     assert ("it is ours" in verdict.text) == ours
     stars = 0 if ours else stars
     assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
@@ -100,6 +105,34 @@ def test_an_open_puzzle_is_not_wrong(number, answer):
 def test_a_puzzle_that_is_not_there_is_an_error(number):
     with pytest.raises(ValueError, match=f"there is no puzzle {number}; expected a number from 1 to 10"):
         checks.solve(number, right.hop)
+
+
+def test_the_best_try_counts():
+    for tokens in (tried.zigzag_of_numpy, lambda comm, S: right.stripes(comm, S)):  # 3 stars, then 2
+        checks.solve(7, tokens)
+        assert checks.score_card().text.startswith("3 of 30 stars")
+
+
+def test_the_stop_button_ends_all_ranks(monkeypatch):
+    """One that computes, and two that wait for it."""
+    here, begun, threads = threading.Barrier(4), [], []
+
+    def schedule(comm, x):
+        threads.append(threading.current_thread())
+        here.wait()
+        return comm.recv(0) if comm.rank else tried.loop(comm, x)
+
+    class Pressed(float):
+        def __gt__(self, other):  # where the notebook's thread begins to wait for so many seconds
+            begun.append(here.wait())
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "SECONDS", Pressed(5))
+    with pytest.raises(KeyboardInterrupt):
+        engine.play(schedule, checks.HOP.inputs(3), checks.HOP.wires(3))
+    for thread in threads:
+        thread.join(LIMIT)
+    assert [thread.is_alive() for thread in threads] == [False] * 3
 
 
 def record_of(schedule):

@@ -16,7 +16,6 @@ from ring_planner.round_costs import realistic
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import Step
 from ring_planner.ways import Cluster
-from ringlab.models.transformer import Config, Transformer
 from ringlab.states.linear_attention import linear_attention
 
 BILLIONS = {  # as the model's owner states: all, and those of a token
@@ -50,13 +49,6 @@ def test_parameters_are_those_that_the_owner_states(name):
     model = model_named(name.upper())
     for counted, stated in zip((model.parameters(), model.parameters(active=True)), BILLIONS[name], strict=True):
         assert counted / 1e9 == pytest.approx(stated, abs=0.5 * 10 ** -len(f"{stated:g}".partition(".")[2]) + 0.06)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_those_of_a_real_model(tied):
-    real = Transformer(Config(vocab=11, layers=3, hidden=16, heads=4, kv_heads=2, feedforward=24, tied=tied))
-    model = Model("tiny", "", 3, 16, 4, 2, 24, 11, tied=tied)
-    assert model.parameters() == sum(weight.numel() for weight in real.parameters())
 
 
 def test_experts_by_hand():
@@ -137,6 +129,11 @@ DSA = {
     **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64},
     **{"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
 }
+
+
+UNLIKE = "interleave_moe_layer_step mlp_only_layers attention_chunk_size hybrid_override_pattern attn_layer_indices"
+UNLIKE = f"{UNLIKE} linear_attn_config ssm_cfg mamba_d_state block_types".split()
+TWO_MATRICES = "bert", "nemotron", "phi", "roberta", "starcoder2"
 
 
 def written(tmp_path, content):
@@ -244,6 +241,8 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
             "attn_layer_period: a hybrid of attention and layers that are not counted",
         ),
         ("{", "cannot be read"),
+        *(({**LLAMA, field: 1}, f"has {field}: .*; expected") for field in UNLIKE),
+        *(({**LLAMA, "model_type": kind}, f"has model_type {kind}: a feedforward of two") for kind in TWO_MATRICES),
     ],
 )
 def test_a_wrong_configuration_is_refused(content, said, tmp_path):
@@ -251,15 +250,6 @@ def test_a_wrong_configuration_is_refused(content, said, tmp_path):
         model_named(written(tmp_path, content))
     with pytest.raises(ValueError, match=r"cannot be read: .*No such file"):
         model_named(str(tmp_path / "none.json"))
-
-
-def test_each_kind_of_model_that_is_not_counted_is_refused(tmp_path):
-    fields = "interleave_moe_layer_step mlp_only_layers attention_chunk_size hybrid_override_pattern attn_layer_indices"
-    fields += " linear_attn_config ssm_cfg mamba_d_state block_types"
-    kinds = "bert", "nemotron", "phi", "roberta", "starcoder2"
-    for field in [*((name, 1) for name in fields.split()), *(("model_type", kind) for kind in kinds)]:
-        with pytest.raises(ValueError, match=f"has {field[0]}.*: .*; expected"):
-            model_named(written(tmp_path, dict([*LLAMA.items(), field])))
 
 
 def test_a_name_that_does_not_exist_lists_those_that_do():
