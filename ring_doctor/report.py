@@ -21,7 +21,7 @@ import torch
 
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer, Examination
 from ring_doctor.asking.questions import UNEQUAL
-from ring_doctor.explaining.conditions import ALWAYS, separated
+from ring_doctor.explaining.conditions import ALWAYS, OUT_FIRST, separated
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import text as in_lines
@@ -78,9 +78,8 @@ class Report:
             equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
             level, worlds = EQUAL_CHUNKS if equal else SAID[self.level], ", ".join(map(str, sorted(set(right))))
             rightly = "all" if len(right) == len(answers) else len(right)
-            counts = (
-                f"{len(answers)} question{'s' if answers[1:] else ''} with {worlds} ranks, {rightly} answered right"
-            )
+            asked = f"{len(answers)} question{'s' if answers[1:] else ''}"
+            counts = f"{asked} with {worlds} ranks, {rightly} answered right"
             if refused:
                 listed = refused.most_common(FEATURES)
                 if others := refused.total() - sum(n for _, n in listed):
@@ -180,6 +179,8 @@ class Report:
             said.append(f"gradients that are wrong where out is right have another cause: {cause}")
         elif diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
+        elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
+            said.append(OUT_FIRST)
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
             said.append("the X-ray is right: it has one sequence, one head, few tokens and small scores")
         return [f"{words[0].upper()}{words[1:]}." for words in said]

@@ -14,6 +14,10 @@ from ring_doctor.asking.answers import OK, WRONG, Answer
 from ring_doctor.asking.questions import WAYS, Question
 
 ALWAYS = "in every question"
+OUT_FIRST = (
+    "its gradients are not those that the formulas make of this out: autograd makes others, or the backward pass has a "
+    "mistake of its own. Ask again when out is right"
+)
 RANKS = "with {} ranks"
 FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     (RANKS, lambda question: question.case.world_size),

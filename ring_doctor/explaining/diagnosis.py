@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
@@ -74,6 +73,7 @@ class Diagnosis:
     when: str  # the mistake shows, in words; "": no two questions tell it
     part: str = ""  # the explanations explain this part of the wrong answers only; "": all of them
     besides: tuple[Explanation, ...] | None = None  # of gradients that are wrong where out is right, if others are
+    follow: bool = True  # the gradients of a wrong out are those that an explanation makes of it, by formula
 
     @property
     def told(self) -> tuple[Explanation, ...]:
@@ -95,7 +95,7 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     if examination.changes:
         return Diagnosis((), tuple(wrong), "")  # right answers are right by luck
     when = when_it_shows(telling)
-    ways = _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered)
+    ways = _ways([answer for answer in wrong if answer.case.dtype.itemsize > 2] or wrong, answered)
     kept = " and ".join(option for option in KEPT if BESIDE + option in ways)
     of_ways = tuple(dict.fromkeys(BY_WAY[way] for way in BY_WAY if way in ways))
     if ways and "without gradients" not in ways:
@@ -103,12 +103,12 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     state, on_paper = examination.patient.state, _telling(answered)
     of_kind = latents.MISTAKES if state == LATENTS else STATES if state else CATALOGUE
     mistakes = of_kind.values()
-    found, part = _explain(on_paper, mistakes, progress)
+    found, part, follow = _explain(on_paper, mistakes, progress)
     besides = _besides(found, on_paper, mistakes)
     if besides is not None:  # the others show in answers of their own
         when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
     found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
-    return Diagnosis(tuple(found), tuple(wrong), when, part, besides)
+    return Diagnosis(tuple(found), tuple(wrong), when, part, besides, follow or bool(state))
 
 
 def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
@@ -123,17 +123,13 @@ def _wrong(answers: Iterable[Answer]) -> list[Answer]:
     return [answer for answer in answers if answer.state == WRONG]
 
 
-def _bits(answer: Answer) -> int:
-    return torch.finfo(answer.case.dtype).bits
-
-
 def _telling(answered: list[Answer]) -> list[WrongAnswer]:
     """The answers that name a mistake. The first kind of answer of which one is wrong is taken.
 
     Wrong answers of three ranks come first: they are small, and most entries are ruled out by the first of them.
     """
     on_paper = [answer for answer in answered if _on_paper(answer)]
-    plain, in_16_bits = ([x for x in on_paper if (_bits(x) > 16) == wide] for wide in (True, False))
+    plain, in_16_bits = ([x for x in on_paper if (x.case.dtype.itemsize > 2) == wide] for wide in (True, False))
     of_16_bits = [answer for answer in answered if answer.case.inputs in UNROUNDED]
     large = [answer for answer in _wrong(answered) if answer.case.large_tiles and answer.case.seq_len <= LARGEST]
     large.sort(key=lambda answer: answer.case.seq_len)
@@ -157,8 +153,8 @@ def _on_paper(answer: Answer) -> bool:
 
 def _explain(
     answers: list[WrongAnswer], mistakes: Iterable[Mistake], progress: Callable[[str], None] = lambda words: None
-) -> tuple[list[Explanation], str]:
-    """All explanations, and which part of the wrong answers they explain; "" for all.
+) -> tuple[list[Explanation], str, bool]:
+    """All explanations; which part of the wrong answers they explain, "" for all; whether they give all gradients too.
 
     The simplest kind of explanation that fits is returned.
     """
@@ -179,10 +175,11 @@ def _explain(
             progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}, {how}")
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
-                found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
-                return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
+                whole = _fitting((each for each in entries if each.name in same), some, EVERYTHING)
+                told = "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
+                return whole or found, told, bool(whole) or not same
     found = under_a_condition(entries, usual, parts[0], most=True) if parts else []
-    return found, f"what is wrong {found[0].condition}" if found else ""
+    return found, f"what is wrong {found[0].condition}" if found else "", True
 
 
 def _besides(
