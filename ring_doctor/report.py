@@ -174,8 +174,8 @@ class Report:
             said.append(f"no question tells these explanations apart: {', '.join(names)}")
         if diagnosis and diagnosis.besides is not None:
             names = [found.words for found in diagnosis.besides]
-            cause = " or ".join(names) if len(names) <= FEW else f"one of {len(names)} known mistakes"
-            cause = cause or "no known mistake"
+            known = " or ".join(names) or "no known mistake"
+            cause = known if len(names) <= FEW else f"one of {len(names)} known mistakes"
             said.append(f"gradients that are wrong where out is right have another cause: {cause}")
         elif diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")

@@ -62,7 +62,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     wrong = examination.wrong
     claimed = [answer for answer in examination.answers if not never_claimed(answer)]
     failed = [answer for answer in claimed if answer.state == FAILED]
-    parts = [bool(answer.question.members) for answer in wrong + failed]
+    parts = [bool(answer.question.members) for answer in wrong + failed if not imprecise(answer)]
     in_a_part = [IN_A_PART] if parts and all(parts) else []
     hangs = list(dict.fromkeys(said for answer in failed if (said := waiting(answer))))
     if not wrong or all(map(imprecise, wrong)):

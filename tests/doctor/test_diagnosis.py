@@ -17,7 +17,7 @@ from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.conditions import separated, when_it_shows
-from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.explaining.diagnosis import Explanation, diagnose
 from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
@@ -216,16 +216,6 @@ def diagnosed(name):
 @pytest.mark.parametrize("name", EXAMINED)
 def test_what_a_diagnosis_says(name):
     assert diagnosed(name) in DIAGNOSED.read_text()
-
-
-def test_three_other_mistakes_are_counted():
-    examination = two_mistakes(*BOTH)()
-    three = tuple(Explanation((CATALOGUE[name],), variant(name)) for name in NAMES)
-    found = Diagnosis((Explanation((CATALOGUE["other_way"],), variant("other_way")),), (), "", besides=three)
-    many = Report(examination, found, "")
-    said = "Gradients that are wrong where out is right have another cause: one of 3 known mistakes."
-    assert said in many.remarks
-    assert [mistake.name for mistake in many.mistakes] == ["other_way"]
 
 
 @pytest.mark.parametrize(("spared", "names"), [((2, 1), ["b"]), ((1, 2), ["a"]), ((2, 2), ["a", "b"]), ((0, 1), ["a"])])

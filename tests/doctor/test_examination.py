@@ -149,8 +149,10 @@ XRAYED = {
     f"text with {of} X-ray": replace(headline(1, [answer(PLAIN, WRONG)]), xray=on_paper(Case(3, 12), steps))
     for of, steps in (("a right", RIGHT), ("a wrong", CATALOGUE["own_block_twice"].variants[0](RIGHT)))
 }
+THREE = headline(3, []).diagnosis.explanations
 REPORTS = {
     **XRAYED,
+    "besides three others": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, besides=THREE)),
     **{name: Report(Examination(PATIENT, answers), None, "none was taken") for name, answers in TEXTS.items()},
     **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
     **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
@@ -410,6 +412,10 @@ def two_calls(question):
     return question.how == "interleaved" or question.how.startswith(BESIDE)
 
 
+def masked_or_in_a_batch(question):
+    return question.case.causal or question.case.batch > 1
+
+
 def in_sbhd(other):
     return lambda question, job: OK if job.patient.tensors == "sbhd" else other
 
@@ -456,6 +462,7 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "knows no such size": (raises("KeyError", "KeyError: 6"), {}),
     "keeps heads": (keeps_heads, {"worlds": 3}),
     "is wrong in two passes, and beside other calls": (which(two_calls, WRONG), {"worlds": 3}),
+    "is wrong under a causal mask, and in a batch": (which(masked_or_in_a_batch, WRONG), {"worlds": 3}),
     "refuses 3 ranks": (which(three), {}),
     "refuses 3 ranks, and is wrong with views on 4": (wrong_views_on_4, {}),
     "has an lse with a gradient": (always(lse_grad=True), {}),

@@ -238,6 +238,9 @@ TOLD_OF = {  # the answers, or these and an X-ray
     "large out imprecise": lambda: [imprecise("large", "out")],
     "large out and dv imprecise": lambda: [imprecise("large", "out"), imprecise("normal", "dv")],
     "fails in a part of a job": lambda: [Answer(IN_PART, FAILED, "no")],
+    "wrong in a part of a job, and imprecise": lambda: (
+        [replace(it, question=IN_PART) for it in planted(noise("dq"), [IN_PART.case])] + [imprecise("normal", "out")]
+    ),
     "fails everywhere": lambda: [Answer(IN_PART, FAILED, "no"), Answer(WHOLE, FAILED, "no")],
     **{f"X-ray of {name}": seen(replace(P3, causal=name == "diagonal_hidden"), name) for name in XRAYED},
     **{
