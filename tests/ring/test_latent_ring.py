@@ -241,6 +241,7 @@ def choose_on_rank(context, cases, group=None):
     for index, count, options, lengths in cases:
         q, weights, k = index
         mine = cut(context, options["layout"], lengths, q, weights[..., None], k[:, None])
+        options = {name: x for name, x in options.items() if x is not True}  # causal unless given otherwise
         with mock.patch.object(chosen_keys, "TILE", 3):
             chosen.append(choose_keys(mine[0], mine[1][..., 0], mine[2][:, 0], count, group=group, **options))
     return chosen

@@ -5,6 +5,7 @@ import io
 import runpy
 import shutil
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -43,10 +44,8 @@ def on_rank(context, path, sizes, dtype, group_of=None):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     for causal, layout in OPTIONS:
         at = ring["positions"](layout, whole[0].shape[2], rank, world_size)
-
-        def attention(q, k, v, causal=causal, layout=layout):
-            return ring["ring_attention"](q, k, v, causal=causal, layout=layout, group=group)
-
+        moved = {name: x for name, x in (("causal", causal), ("layout", layout)) if x not in (False, "contiguous")}
+        attention = partial(ring["ring_attention"], group=group, **moved)
         with torch.autocast("cpu", torch.bfloat16):  # it rounds no product of this ring, also in a backward pass
             found[causal, layout] = at, gradients(attention, *(x[:, :, at] for x in whole))
     return found

@@ -61,10 +61,10 @@ def deal(x, layout, world_size):
     return torch.cat([shard(x, layout, rank, world_size) for rank in range(world_size)], dim=2)
 
 
-def in_jax(world_size, q, k, v, d_out, *, causal=False, layout="contiguous", scale=None, tile=4):
+def in_jax(world_size, q, k, v, d_out, *, layout="contiguous", tile=4, **options):
     """out, dq, dk, dv of the ring on `world_size` virtual devices, whole, in torch."""
     with jax.enable_x64(q.dtype == torch.float64), mock.patch.object(jax_block, "TILE", tile):
-        ring = jax_ring.on_mesh(jax_ring.virtual_devices(world_size), causal=causal, layout=layout, scale=scale)
+        ring = jax_ring.on_mesh(jax_ring.virtual_devices(world_size), layout=layout, **options)
         dealt = [to_jax(deal(x, layout, world_size)) for x in (q, k, v, d_out)]
         results = jax.jit(partial(jax_ring.gradients, ring), compiler_options=OPTIONS)(*dealt)
         return [unshard(to_torch(x).chunk(world_size, dim=2), layout) for x in results]
@@ -85,10 +85,10 @@ def test_numbers_and_gradients_in_float64(size, chunk, options):
     assert_all_right(in_jax(size, *inputs, **options), *inputs, **options)
 
 
-@pytest.mark.parametrize(("size", "dtype", "causal"), [(4, torch.bfloat16, False), (3, torch.float16, True)])
-def test_other_dtypes(size, dtype, causal):
+@pytest.mark.parametrize(("size", "dtype", "options"), [(4, torch.bfloat16, {}), (3, torch.float16, {"causal": True})])
+def test_other_dtypes(size, dtype, options):
     inputs = grouped_inputs(2, 2, 2, 20 * size, 8, dtype)
-    assert_all_right(in_jax(size, *inputs, causal=causal), *inputs, causal=causal)
+    assert_all_right(in_jax(size, *inputs, **options), *inputs, **options)
 
 
 def test_a_fully_masked_row_is_zero_and_so_are_its_gradients():
