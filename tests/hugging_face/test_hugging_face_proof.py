@@ -26,6 +26,7 @@ from ringlab.hugging_face import proof as hugging_face_proof  # noqa: E402
 from ringlab.hugging_face import seam  # noqa: E402
 from ringlab.hugging_face import states as hugging_face_states  # noqa: E402
 from ringlab.hugging_face.attention import LayerAttention  # noqa: E402
+from ringlab.hugging_face.batch import refuse, themselves  # noqa: E402
 from ringlab.hugging_face.masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
 from ringlab.hugging_face.proof import prove  # noqa: E402
 from ringlab.models.mesh import ContextParallel  # noqa: E402
@@ -384,6 +385,22 @@ def test_the_window_of_a_layer_is_that_of_its_mask():
     for mask, words in (("or_masks(a, b)", "or_masks"), (torch.ones(1, 1, 2, 2), "a tensor")):
         with pytest.raises(ValueError, match=f"attention_mask is {words}"):
             window_of("Layer", mask, None)
+
+
+def test_what_is_nothing_may_be_passed_and_a_tensor_of_zeros_is_something():
+    refuse({"a": None, "b": False, "c": 0, "d": 0.0, "known": 5}, {"known"})
+    for x, words in ((0.5, "0.5"), ("", ""), (torch.zeros(1), "a tensor"), ([], "a list")):
+        with pytest.raises(ValueError, match=f"^x is {words}; expected none"):
+            refuse({"x": x}, {"known"})
+
+
+@pytest.mark.parametrize(("row", "same"), [([1, 1, 2, 2], False), ([1, 2, 3, 3], True), ([1, 2, 3, 4], True)])
+def test_labels_that_are_their_own_tokens_are_seen_in_a_row_of_three(row, same):
+    """Two runs of one token, in two chunks of a rank, have these labels when they are shifted."""
+    tokens = torch.tensor([row])
+    for labels, found in ((tokens, same), (tokens.roll(1), False), (torch.full_like(tokens, -100), False)):
+        assert themselves(tokens, labels) is found
+    assert themselves(tokens, tokens.masked_fill(tokens == 1, -100)) is same
 
 
 # What stays as it was -----------------------------------------------------------------------------------------------
