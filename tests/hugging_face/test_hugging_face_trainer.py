@@ -6,6 +6,7 @@ AdamW divides it by its epsilon, 1e-8. Losses are added up in float32, 1e-7 each
 
 import gc
 import importlib
+import math
 import os
 import re
 import sys
@@ -13,19 +14,22 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ringlab.models.mesh import ContextParallel
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support import processes
 from ringlab.support.agreement import members
 from ringlab.support.processes import Ranks
+from ringlab.ways.all_gather import AllGather
 from tests.commands import ROOT
 from tests.concepts import MISSING
 from tests.every_way import assert_programs, few_or_many
@@ -51,7 +55,7 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from ringlab.hugging_face.batch import padded, shifted  # noqa: E402
 from ringlab.hugging_face.generate import spread_generation  # noqa: E402
-from ringlab.hugging_face.trainer import InRing, RingSFTTrainer, RingTrainer  # noqa: E402
+from ringlab.hugging_face.trainer import InRing, RingSFTTrainer, RingTrainer, refuse_options  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from ringlab.support.expect import attempt  # noqa: E402
 from tests.hugging_face.hugging_face_models import proved_sometimes  # noqa: E402
@@ -64,7 +68,7 @@ import tiny  # noqa: E402
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "entropy", "mean_token_accuracy")
 NUMBERS += ("num_tokens", "eval_entropy", "eval_mean_token_accuracy")
 CASES = {
-    "accumulation": {"gradient_accumulation_steps": 3},
+    "accumulation": {"gradient_accumulation_steps": 3, "data_seed": 7},
     "packing": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "lora": {},
 }
@@ -133,7 +137,7 @@ def trainer_of(kind, folder, case="", more=None, **options):
     args = TrainingArguments(folder, **{**OPTIONS, "learning_rate": 1e-3, **CASES.get(case, {}), **options})
     if case == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    collator = DataCollatorWithFlattening() if case == "packing" else collate
+    collator = DataCollatorWithFlattening(return_seq_idx=True) if case == "packing" else collate
     data = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": collator}
     trainer = kind(model=model, args=args, **data, **(more or {}))
     trainer.remove_callback(PrinterCallback)
@@ -141,9 +145,10 @@ def trainer_of(kind, folder, case="", more=None, **options):
 
 
 def reported(trainer):
-    """All numbers that a Trainer reported, those of a last evaluation, and its weights."""
+    """All numbers that a Trainer reported, those of a last evaluation, the rows of a step, and its weights."""
     logs = [*trainer.state.log_history, trainer.evaluate()]
-    return {name: [float(log[name]) for log in logs if name in log] for name in NUMBERS}, weights_of(trainer.model)
+    numbers = {name: [float(log[name]) for log in logs if name in log] for name in NUMBERS}
+    return numbers | {"rows": [trainer.get_total_train_batch_size(trainer.args)]}, weights_of(trainer.model)
 
 
 def run(kind, case="", more=None, **options):
@@ -215,7 +220,8 @@ def refusals():
     found |= {name: attempt(run, RingTrainer, **options) for name, options in REFUSED.items()}
     found |= {name: attempt(run, RingTrainer, more={name: print}) for name in FUNCTIONS}
     with TemporaryDirectory() as folder:
-        trainer = trainer_of(RingTrainer, folder)
+        trainer = trainer_of(RingTrainer, folder, more={"layout": "striped", "way": AllGather})
+        assert trainer.model.ring[0].where == ContextParallel(None, "striped", AllGather)
         stop_ring(trainer.model)
         found["left"] = attempt(trainer.evaluate)
         use_ring(trainer.model)
@@ -255,8 +261,11 @@ def on_a_mesh(context, dp):
         return (run(Trainer, "accumulation"), sft(SFTTrainer, "packed")), said
     mesh = init_device_mesh("cpu", (dp, context.world_size // dp), mesh_dim_names=("dp", "cp"))
     unequal = attempt(run, RingTrainer, more={"mesh": mesh}, accelerator_config={"even_batches": False})
+    across = DeviceMesh("cpu", mesh.mesh.T, mesh_dim_names=("dp", "cp"))
+    turned = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("cp", "dp"))
+    others = [attempt(run, RingTrainer, more={"mesh": other}) for other in (across, turned)]
     of_sft = sft(partial(RingSFTTrainer, mesh=mesh), "packed")
-    return (run(RingTrainer, "accumulation", more={"mesh": mesh}), of_sft), said, unequal
+    return (run(RingTrainer, "accumulation", more={"mesh": mesh}), of_sft), said, unequal, others
 
 
 def with_fsdp2():
@@ -352,12 +361,29 @@ def test_what_would_be_wrong_is_refused_by_name(ring):
     assert {name for name, said in ring[1].items() if not re.search(SAID[name], str(said))} == set()
 
 
+NOT_INSTALLED = {"use_liger_kernel": True, "parallelism_config": True, "is_deepspeed_enabled": True}
+NOT_INSTALLED |= {"include_num_input_tokens_seen": "all", "model_accepts_loss_kwargs": False, "fsdp_version": 1}
+
+
+@pytest.mark.parametrize("name", [None, *NOT_INSTALLED])
+def test_what_needs_more_than_is_installed_here_is_refused_too(name):
+    options = {"average_tokens_across_devices": True, "train_sampling_strategy": "random"}
+    options |= {"include_num_input_tokens_seen": "no", "model_accepts_loss_kwargs": True, "fsdp_version": 2}
+    options |= {name: NOT_INSTALLED[name]} if name else {}
+    args = SimpleNamespace(**options, accelerator_config=SimpleNamespace(even_batches=False))
+    plugin = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=args))
+    with pytest.raises(ValueError, match=name.partition("_version")[0]) if name else nullcontext():
+        refuse_options(SimpleNamespace(args=args, rings=1, is_fsdp_enabled=True, accelerator=plugin))
+
+
 def test_two_rings_are_a_trainer_on_two_processes(pool):
-    (results, said, unequal), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
+    (results, said, unequal, others), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
     same(results[0], exact[0])
     assert results[1][0]["num_tokens"] == exact[1][0]["num_tokens"] != []
+    assert results[1][0]["eval_loss"] == pytest.approx(exact[1][0]["eval_loss"], rel=1e-6, abs=0)
     assert "accelerate sees 1 process(es) of 4" in said
     assert "a ring with a batch less would leave the others waiting" in unequal
+    assert all("expected dimensions dp and cp, over the ranks 0 to 3" in other for other in others)
 
 
 def test_weights_that_fsdp2_shares_out_are_those_of_one_process(ring):
@@ -439,6 +465,19 @@ def test_the_one_process_computes_where_the_ranks_do(monkeypatch):
     monkeypatch.setattr(tiny, "DEVICE", "meta")  # a device without numbers
     with pytest.raises(RuntimeError, match=r"item\(\) .*meta"):
         compare.loop()
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "ok"),
+    [(2.0, 1.0, True), (2.003, 1.0, False), (2.0, 1.002, False), (math.nan, 1.0, False), (2.0, math.nan, False)],
+)
+def test_the_table_allows_what_rounding_does_and_no_more(monkeypatch, loss, weight, ok):
+    """0.1 % here. The weights have moved from 0."""
+    exact = [1.0, 2.0], [torch.ones(2)]
+    monkeypatch.setattr(compare, "ALONE", {"one": (lambda: exact, {}, (1e-3, 1e-3))})
+    monkeypatch.setattr(compare, "weights_of", lambda model: [torch.zeros(2)])
+    monkeypatch.setattr(compare, "on_ranks", lambda name, P: ([1.0, loss], [torch.full((2,), weight)]))
+    assert [fine for _, fine in compare.table(["one"])] == [True, True, ok, ok]
 
 
 @pytest.mark.exhaustive
