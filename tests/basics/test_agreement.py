@@ -621,6 +621,7 @@ def test_a_pipe_that_is_gone_or_of_an_earlier_job_is_not_taken(monkeypatch):
             inbox.sink(1)
     late = mock.Mock(wraps=time, sleep=lambda _: inbox.store.set("1", pickle.dumps(here)))
     monkeypatch.setattr(pipes, "time", late)
+    monkeypatch.setattr(pipes, "STALE", 60.0)
     assert os.fstat(inbox.sink(1)).st_ino == number
 
 
