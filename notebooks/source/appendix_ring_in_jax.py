@@ -15,7 +15,7 @@
 # - say what JAX keeps for the [backward pass](../docs/glossary.md#backward-pass), and give the ring a better one,
 # - find the [hops](../docs/glossary.md#hop) in the compiled program.
 #
-# An appendix. You need chapters 1 to 8, and JAX on Python 3.11 or newer (`pip install -e '.[jax]'`); no chapter needs it.
+# You need chapters 1 to 8, and JAX on Python 3.11 or newer (`pip install -e '.[jax]'`); no chapter needs it.
 # 20 minutes to read.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

@@ -17,7 +17,7 @@
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
 # - send its gradient back, and name the mistake that only the last rank does not see.
 #
-# An appendix. You need chapters 1 to 8; no chapter needs it. 20 minutes to read, 10 for the exercises.
+# You need chapters 1 to 8; no chapter needs it. 20 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
