@@ -93,13 +93,16 @@ def messages_of_ring(context, ring, lengths, q, k, v, *d_out):
 
 
 def assert_ring(ranks, world_size, q, k, v, *, ring=ring_attention, lengths=None):
-    """The check of every whole ring: the right numbers, from block (r - t) mod P on rank r in round t."""
+    """The check of every whole ring: the right numbers, from block (r - t) mod P on rank r in round t; what it sent."""
     lengths = lengths or even_lengths(q.shape[2], world_size)
     outs, events = zip(*ranks(world_size, ring_and_events, q, k, v, lengths, ring), strict=True)
     used = {(it.rank, it.round): it.block for it in events[0] if it.what == "compute"}
     expected = {(r, t): (r - t) % world_size for r in range(world_size) for t in range(world_size)}
     assert_attention(torch.cat(outs, dim=2), q, k, v)
     assert used == expected, f"blocks in use, by (rank, round): {used}; expected {expected}"
+    for r in range(world_size):
+        sent = sum(it.bytes for it in events[0] if (it.rank, it.what) == (r, "send"))
+        assert sent == 2 * k[:, :, lengths[(r + 1) % world_size] :].nbytes  # K and V of all blocks but the last one
 
 
 def ring_gradients(context, ring, q, k, v, d_out, lengths):
