@@ -5,14 +5,18 @@ import importlib
 import math
 import re
 import textwrap
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ringlab.ring.cases import random_inputs, report_loop, report_ranks
-from ringlab.support.rounding import exact_attention
-from tests.commands import check_shown
+from ringlab.support import drawing
+from ringlab.support.rounding import Right, exact_attention
+from tests.attention import assert_right
+from tests.commands import assert_legible, check_shown
 from tests.concepts import CONCEPTS, FOLDERS, ROOT, is_concept, marked, run
 
 SCRIPTS = [path for folder in (*FOLDERS, "bench") for path in ROOT.glob(f"{folder}/*.py")]
@@ -73,6 +77,38 @@ def test_each_result_of_a_loop_counts(off, fine, i):
     results = [right.clone(), right.clone()]
     results[i][0] += 2 * off
     assert report_loop("two", results, [right, right]) == fine
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize(("off", "fine"), [(0.125, True), (-0.126, False), (math.nan, False), (math.inf, False)])
+def test_each_number_counts_for_the_suites_own_judge(off, fine, i):
+    exact, x = (torch.zeros(2, dtype=torch.float64) for _ in range(2))
+    x[i] = off
+    with nullcontext() if fine else pytest.raises(AssertionError, match="out: 1 of 2 numbers are wrong"):
+        assert_right(x, Right(exact, torch.full_like(exact, 0.125), torch.float64, ""))
+
+
+@pytest.mark.parametrize("printed", ["a\nb", "a\nb\nc\nd", "a\nx\nb", "a 0.2 s\nd", "", "a\nb\nc 2 s"])
+def test_what_is_shown_but_not_printed_is_seen_and_the_other_way_round(printed):
+    check_shown("a 0.2 s\n...\nc", "a 1.5 s\nb\nb\nc\n")
+    for shown in ("a\nb\nc", "a\n...\nb\nc", "a\nb\n...\ne"):
+        with pytest.raises(AssertionError, match=r"shown"):
+            check_shown(shown, printed)
+
+
+def test_a_label_that_nobody_can_read_is_seen():
+    """On 900 pixels: 10 pixels high, cut at each side by two, and one over another."""
+    fine = {"x": 450, "y": 450, "size": 12, "ha": "center", "va": "center"}
+    wrong = ("small", {"size": 6}), ("cut", {"x": 2}), ("cut", {"x": 898}), ("cut", {"y": 2}), ("cut", {"y": 898})
+    for words, change in (*wrong, ("overlap", {"y": 452}), ("", {"y": 500})):
+        figure = drawing.canvas(900, 900, "")[0]
+        labels = [
+            figure.text(it["x"] / 900, it["y"] / 900, "label", size=it["size"], ha=it["ha"], va=it["va"])
+            for it in (fine, fine | change)
+        ]
+        FigureCanvasAgg(figure).draw()
+        with pytest.raises(AssertionError, match=words) if words else nullcontext():
+            assert_legible(figure, labels)
 
 
 @pytest.mark.parametrize(
