@@ -22,7 +22,7 @@ case "$*" in
 esac
 """
 BY_UV = "uv pip install --python .venv/bin/python --torch-backend=auto -r requirements.txt"
-BY_PIP = "python -m pip install --disable-pip-version-check --no-compile -r requirements.txt"
+BY_PIP = "python -m pip install --disable-pip-version-check -r requirements.txt"
 
 
 @pytest.fixture
