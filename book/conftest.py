@@ -82,11 +82,17 @@ def settle(page):
     page.wait_for_selector(READY, state="attached")
 
 
+@pytest.fixture(scope="session")
+def reader(browser):
+    """Who opens all pages: the browser keeps what they share."""
+    return browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+
+
 @pytest.fixture
-def watched(browser, address):
+def watched(reader, address):
     """A page that must not say or ask for anything wrong."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    seen = Watched(context.new_page(), address)
+    seen = Watched(reader.new_page(), address)
     yield seen
-    context.close()
+    seen.page.evaluate("localStorage.clear()")  # which chapters were read
+    seen.page.close()
     assert seen.faults == []
