@@ -76,7 +76,8 @@ $(READY): requirements.txt pyproject.toml
 		echo "== uv cannot ($(VENV)/uv.log says why), so pip installs: on Linux with gigabytes of CUDA, unless you press" \
 			"Ctrl-C and give it the address of PyTorch's CPU build: PIP_EXTRA_INDEX_URL=ADDRESS make demo"; \
 	fi; \
-	$(PIP) -r requirements.txt > $(VENV)/install.log 2>&1 || { tail -n 20 $(VENV)/install.log; exit 1; }
+	$(PIP) --no-compile -r requirements.txt > $(VENV)/install.log 2>&1 || { tail -n 20 $(VENV)/install.log; exit 1; }; \
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > $(VENV)/compile.log 2>&1 || true  # pip would compile on one core
 	@touch $(READY)
 	@echo "== set up"
 
