@@ -294,12 +294,3 @@ def test_every_model():
     counts = Counter(found[name].kind for name in every_model.NAMES)
     assert counts["equal"] >= 110
     assert not {"wrong", "crashed", "unproven"} & {each.kind for each in found.values()}
-
-
-def test_the_page_says_what_the_sweep_found():
-    found = {name: every_model.Outcome(kind, sentence="a | b") for name, kind in every_model.committed().items()}
-    text = every_model.page(found)
-    assert text.count(r"a \| b") == len(found)
-    assert "| wrong | 0 | the loss or a gradient differs" in text
-    with mock.patch.object(every_model, "TABLE", mock.Mock(read_text=lambda: text)):
-        assert every_model.committed() == {name: each.kind for name, each in found.items()}
