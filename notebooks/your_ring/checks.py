@@ -24,6 +24,7 @@ from notebooks.source.checks.answers import OPEN, Exercise
 from ring_doctor import examine
 from ring_doctor.asking.answers import REFUSED, RIGHT
 from ring_doctor.asking.calls import ask_on_rank
+from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import START, CannotExamine
 from ring_doctor.asking.names import named
 from ring_doctor.asking.patient import Patient
@@ -214,11 +215,15 @@ def _no_ring(number: int, patient: Patient) -> str:
     for rank, messages in enumerate(sent):
         if problem := elsewhere(messages, rank, case.world_size):
             return f"the numbers of rank {rank} are right. {problem}"
+    return too_much(number, case, max(sum(message.bytes for message in messages) for messages in sent))
+
+
+def too_much(number: int, case: Case, total: int) -> str:
+    """What is wrong with a rank that sends so many bytes; "": nothing."""
     hops = case.world_size - 1  # of K and V
     if number > 2:
         hops += 2 * case.world_size - 1  # and in the backward pass: of K and V again, and of dK and dV, which go home
     block = 2 * case.batch * case.kv_heads * case.seq_len // case.world_size * case.head_dim * case.dtype.itemsize
-    total = max(sum(message.bytes for message in messages) for messages in sent)
     if total > hops * block:
         return (
             f"the numbers are right, but a rank sends too much: {total:,} bytes, and {hops} hops of a block take "

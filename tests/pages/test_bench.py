@@ -126,6 +126,7 @@ def test_results_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "FOLDER", tmp_path)
     record.save("b", {"x": 1, "y": [[1, 2], [3]]})
     assert record.load("b") == {"x": 1, "y": [[1, 2], [3]]}
+    assert (record.most([1, 3, 2]), record.most([3, None])) == (3, None)
 
 
 @pytest.mark.parametrize(("times", "right"), [(1 + 30 * 2**-23, True), (1 + 34 * 2**-23, False), (math.nan, False)])

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from notebooks.your_ring import checks
+from ring_doctor.asking.case import Case
 from ringlab.support.messages import Message, Watch
 from tests.commands import ROOT
 
@@ -104,6 +105,15 @@ def test_of_a_collective_the_largest_tensor_counts(ranks):
     for of_rank in ranks(3, gathered):
         assert {size for kind, size in of_rank if "gather" in kind} == {24}  # not the 8 bytes of the smallest
         assert {size for kind, size in of_rank if kind in ("send", "recv")} == {12}
+
+
+@pytest.mark.parametrize(("number", "hops"), [(2, 3), (3, 3 + 3 + 4), (6, 3 + 3 + 4)])
+def test_so_many_hops_and_no_byte_more(number, hops):
+    """4 ranks: K and V, and backward K and V again, and dK and dV to their home; of 6 tokens, 2 heads of 5 numbers."""
+    case = Case(4, 24, batch=3, heads=4, kv_heads=2, head_dim=5, dtype=torch.float32)
+    block = 2 * 3 * 2 * 6 * 5 * 4
+    assert checks.too_much(number, case, hops * block) == ""
+    assert f"{hops} hops of a block take {hops * block:,}" in checks.too_much(number, case, hops * block + 1)
 
 
 def test_a_collective_and_a_message_across_the_ring_are_told_and_none_to_a_neighbour():

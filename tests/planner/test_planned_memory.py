@@ -184,3 +184,4 @@ def test_the_measured_numbers_are_those_of_the_results():
         assert f"| {chunks} |" in PAGE
         assert f"L + {chunks}" in PAGE
     assert all(f"L + {chunks}" in PAGE for chunks in (1, 6))
+    assert round(counted_training("ring", C, heads=8, head_dim=64, world_size=2) / (4 * CHUNK)) == 15  # no third buffer

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ring_planner.hidden_communication import AttentionLayer, block_flops, hop_bytes
-from ring_planner.layers import LinearLayers
+from ring_planner.layers import Latents, LinearLayers
 from ring_planner.presets import GPUS, MODELS, NARROW, Model, gpu_named, model_named
 from ring_planner.round_costs import realistic
 from ring_planner.seconds import Pass, pass_of
@@ -165,6 +165,9 @@ def test_latents_are_what_travels():
     layer = model.attention()
     assert hop_bytes(layer, 10) == 10 * 2 * 40_960
     assert block_flops(layer, 7) == 2 * 7 * 128 * (192 + 128)
+    made = 8 * 7 + 5 * 2 * (3 + 3) + 2 * 3 * 8  # latents and rope; K and V of two heads; W_o
+    assert Latents(5, 2, 3, 3).projections(8, 2) == made + 8 * 2 * 5  # queries, from the hidden state or a latent
+    assert Latents(5, 2, 3, 3, q_rank=4).projections(8, 2) == made + 4 * (8 + 2 * 5)
     of_latents = replace(layer, latents=latents.sent)
     assert [hop_bytes(of_latents, 10, backward=back) for back in (False, True)] == [10 * 2 * 576, 10 * (2 + 4) * 576]
 
@@ -216,6 +219,8 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
         ({**LLAMA, "kv_lora_rank": 512}, "has no field qk_rope_head_dim; add it"),
         ({**LLAMA, "compress_rates": {"a": 4}}, "attention to compressed keys; expected a key"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "active is 9 of 8 experts; expected 1 to 8"),
+        ({**MIXTRAL, "num_experts_per_tok": 0}, "active is 0 of 8 experts; expected 1 to 8"),
+        ({**LLAMA, **DELTA, "layer_types": ["linear_attention"] * 32}, "of 32 layers; .*, and fewer layers"),
         ({**LLAMA, "num_key_value_heads": 5}, "heads is 32, kv_heads 5; expected heads to be a multiple"),
         ({**LLAMA, "num_hidden_layers": 0}, "layers is 0; expected 1 or more"),
         ({**DEEPSEEK, "first_k_dense_replace": 29}, "dense is 29 of 28 layers"),
