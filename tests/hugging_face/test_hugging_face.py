@@ -36,7 +36,7 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 
-from ringlab.hugging_face import attention  # noqa: E402
+from ringlab.hugging_face import attention, forward  # noqa: E402
 from ringlab.hugging_face.batch import backward, shard_batch  # noqa: E402
 from ringlab.hugging_face.forward import extra_loss  # noqa: E402
 from ringlab.hugging_face.generate import spread_generation  # noqa: E402
@@ -57,12 +57,19 @@ def autocast(context, ring):
     A module is new, so the model is proved once more, in float32.
     """
     (model, other), batch = (model_of("Llama", {}, torch.float32) for _ in range(2)), batch_of()
+    prove, under = forward.prove, []
+
+    def noted(*given):
+        under.append(torch.is_autocast_enabled("cpu"))
+        return prove(*given)
+
     if ring:
         use_ring(model)
         model.model.layers[0].mlp = other.model.layers[0].mlp
         batch = shard_batch(batch)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), mock.patch.object(forward, "prove", noted):
         loss = model(**batch).loss
+    assert under == [False] * ring
     return (hf.summed if ring else hf.results_of)(model, loss)
 
 
