@@ -174,6 +174,5 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
         if not after.wrong or all(fits and fits != ["not_reduced"] for fits in after.factors.values()):
             return after
     if sending:
-        said = f"the gradients are wrong when {sending[0]}.step begins, and it sends messages"
-        found.unseen = f"{said}; expected a step that sums them in .grad, or sums before the step"
+        found.unseen = f"gradients are wrong before {sending[0]}.step, which sends messages: let it sum them in .grad"
     return found

@@ -112,9 +112,8 @@ class Recorder:
 
     def generators(self) -> list[bytes]:
         """The states of torch's generators: another state after a part means that it drew random numbers."""
-        states = [self.torch.get_rng_state()]
-        states += [self.torch.cuda.get_rng_state()] if self.torch.cuda.is_initialized() else []
-        return [x.numpy().tobytes() for x in states]
+        of_gpu = [self.torch.cuda.get_rng_state()] if self.torch.cuda.is_initialized() else []
+        return [x.numpy().tobytes() for x in (self.torch.get_rng_state(), *of_gpu)]
 
     def backward(self, original: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
         """A backward pass ends a forward pass; one inside of it (checkpointing) belongs to it."""
@@ -187,11 +186,10 @@ class Recorder:
         self.scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a GradScaler's, if the optimizer is fused
         self.write_gradients([weight for weight in weights if kind or id(weight) not in self.read], kind=kind)
         self.read |= set(map(id, weights))
-        if own and not kind:
-            self.stepping = own
+        self.stepping = "" if kind else own
+        if self.stepping:
             self.own_steps[own] = 0
             return
-        self.stepping = ""
         known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
         left = [name for name, x in named if x.grad is not None]  # others that have a gradient
         later = [name for name, x in named if id(x) in known]  # those of optimizers that have made no step

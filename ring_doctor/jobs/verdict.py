@@ -106,9 +106,8 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
             raise CannotExamine(f"nothing is wrong at {which}, but {hides}; expected --steps {steps + 1}, or more")
         said = f"the gradients of {len(many.ranks)} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
-        left = {name for at in seen for name in at["left"]} - read
-        last = f"No optimizer used the gradients of {_some(sorted(left))} until then, so they were not compared."
-        verdict.lines += [last] if left else []
+        if left := {name for at in seen for name in at["left"]} - read:
+            verdict.lines.append(f"No optimizer used the gradients of {_some(sorted(left))}: not compared.")
         verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
         copies = [len({n for n, _ in at}) == len(whole.text) for at in whole.at] if whole.cp == 1 else [False]
         verdict.lines += ["Every rank has all tokens: no sequence is shared out."] if all(copies) and copies[1:] else []
@@ -139,10 +138,9 @@ def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
     for name, other in found.pairs:
         right, sums = one.ranks[0]["weights"][name], [of["weights"].get(other) for of in many.ranks]
         off = [x is not None and right is not None and distance(x, right) > SAME for x in sums]
-        if off[0]:
-            return f"the jobs begin with other weights ({name}); expected one seed, or one checkpoint, in both"
         if any(off):
-            return f"rank {off.index(True)} of the second job begins with other weights than rank 0 ({name}); seed them"
+            said = f"rank {off.index(True)} of the second job begins with other weights than the first job ({name})"
+            return f"{said}; expected one seed, or one checkpoint, in both"
     for job, which in ((one, "first"), (many, "second")):
         if any(one_pass["draws"] for seen in job.ranks for one_pass in passes(seen, step)):
             return f"the model of the {which} job draws random numbers, and two jobs draw others; expected no dropout"
@@ -164,7 +162,7 @@ def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict |
         return sick(shown, "clipped_per_rank")
     if any(abs(norms[0] / right / math.sqrt(d) - 1) <= slack for d in divisors(len(many.ranks))[1:]):
         return sick(shown, "gradients_over_root_p")
-    return sick(f"the gradients are right before clipping and wrong after it; {shown}")
+    return sick(f"wrong after clipping only: {_some(after.wrong) or 'the norm'}; {shown}")
 
 
 def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Verdict:

@@ -58,9 +58,8 @@ def watch(torch: Any) -> None:
         for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
             around(home, name, lambda by, weights, *args, **kw: seen.clip(by, weights, args, kw))
     if torch.distributed.is_available():
-        group = torch._C._distributed_c10d.ProcessGroup
-        for name in filter(METHODS.match, dir(group)):
-            around(group, name, functools.partial(sent, name))
+        for name in filter(METHODS.match, dir(torch.distributed.ProcessGroup)):
+            around(torch.distributed.ProcessGroup, name, functools.partial(sent, name))
         for name in FUNCTIONS.split():  # before a program imports them from their module
             around(importlib.import_module(FUNCTIONAL), name, functools.partial(sent, name))
 

@@ -10,6 +10,7 @@ import pytest
 import ring_doctor.__main__ as command
 from ring_doctor.asking.answers import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
+from ring_doctor.whole_models import whole_model
 from ring_doctor.whole_models.whole_model import RACE, examine_model
 
 HOME = "tests.wrong.sick_models"
@@ -79,8 +80,9 @@ def command_says(capsys, function, *options):
     return status, capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
-def test_each_option_reaches_the_function(capsys):
+@pytest.mark.slow
+def test_each_option_reaches_the_function(capsys, monkeypatch):
+    monkeypatch.setattr(whole_model, "WORLDS", (2,))
     assert command_says(capsys, "of_8_tokens_and_seed_5", "--seed=5", "--vocab=8", "--time-limit=9")[0] == 0
 
 
