@@ -69,12 +69,7 @@ def off_by(share, right):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("dtype", "inputs"),
-    [
-        (torch.float64, "normal"),
-        (torch.float32, "normal"),
-        (torch.bfloat16, "large"),
-        (torch.float16, "silent rank"),
-    ],
+    [(torch.float64, "normal"), (torch.float32, "normal"), (torch.bfloat16, "large"), (torch.float16, "silent rank")],
 )
 def test_the_threshold_is_what_rounding_allows(name, dtype, inputs):
     question = Question(replace(QUESTION.case, dtype=dtype, inputs=inputs))

@@ -175,11 +175,7 @@ PACKED, WINDOWED = Case(3, 18, documents=(7, 11)), Case(3, 18, causal=True, wind
         ("q, k, v, documents=None", PACKED, {"documents": (7, 11)}),
         ("q, k, v, cu_seqlens=None", P3, {}),
         ("q, k, v, cu_seqlens", P3, {"cu_seqlens": [0, 18]}),  # it must be there: one document
-        (
-            "q, k, v, cu_seqlens_q=0, cu_seqlens_k=0",
-            PACKED,
-            BOUNDS,
-        ),
+        ("q, k, v, cu_seqlens_q=0, cu_seqlens_k=0", PACKED, BOUNDS),
         ("q, k, v, layout='x'", Case(3, layout="zigzag"), {"layout": "zigzag"}),
     ],
 )
@@ -218,11 +214,7 @@ REFUSED = [  # a function or its name, what is claimed, and what is said of it
     ("the_ring", {}, r"'the_ring:attention' cannot be imported: .*; expected module:function"),
     ("adapter", {}, "adapter has a constant CASUAL; expected CAUSAL, or another name"),
     (function_of("q, k, v, dropout"), {}, r"f\(q, k, v, dropout\) cannot be .*: missing .* 'dropout'; the doc"),
-    (
-        function_of("q, k, v, *, mesh"),
-        {},
-        "missing .* 'mesh'; .* q, k, v of this rank, and any of causal, .*: wrap",
-    ),
+    (function_of("q, k, v, *, mesh"), {}, "missing .* 'mesh'; .* q, k, v of this rank, and any of causal, .*: wrap"),
     (function_of("q"), {}, "too many positional arguments; the doctor gives"),
     (f"{ODD}:Accumulates", {}, "is a class; expected a function, or an object of the class"),
     (torch.nn.functional.scaled_dot_product_attention, {}, r"has no signature .*; wrap it in a function"),
