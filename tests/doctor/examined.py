@@ -70,7 +70,3 @@ def answer_on_paper(question, steps=RIGHT, change=lambda case, results: results)
         results = {name: results[name] for name in ("out", "lse")}
     wide = {name: x if name == "lse" else x.to(case.dtype) for name, x in results.items()}
     return judge(question, [RankResults({n: case.cut(x, r) for n, x in wide.items()}) for r in range(case.world_size)])
-
-
-def names_of(diagnosis):
-    return {explanation.name for explanation in diagnosis.explanations}

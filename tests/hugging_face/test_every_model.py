@@ -37,11 +37,6 @@ SOME = {
     "codegen": "does not ask AttentionInterface",
 }
 
-LATENTS = (  # all models with latents, but for those with windows or sinks
-    *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
-    *("kimi_linear", "longcat_flash", "minicpm3", "youtu"),
-)
-
 
 @pytest.fixture(scope="module")
 def processes():
@@ -112,12 +107,6 @@ def sending_latents(name, layout):
     [
         ("deepseek_v3", 2, "contiguous"),
         ("deepseek_v32", 3, "zigzag"),  # chosen keys
-        *(
-            pytest.param(name, P, layout, marks=pytest.mark.exhaustive)
-            for name in LATENTS
-            for P in (2, 3)
-            for layout in ("contiguous", "zigzag")
-        ),
     ],
 )
 def test_a_model_whose_latents_travel_is_that_of_one_process(processes, name, P, layout):

@@ -284,23 +284,3 @@ REFUSED = [  # what is done on each rank, and what all say
 def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
     for words, work, *arguments in REFUSED:
         assert_refused(ranks, 3, words, work, *arguments)
-
-
-def written(context):
-    """The tokens of a compiled model, and how many graphs there were."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    cache = SpreadCache()
-    model = torch.compile(seeded(cache), backend="aot_eager")
-    return generate(model, cache, module.PROMPTS, module.NEW).tolist(), torch._dynamo.utils.counters["stats"][
-        "unique_graphs"
-    ]
-
-
-@pytest.mark.exhaustive
-def test_a_compiled_model_generates_in_few_graphs(ranks):
-    model = seeded(torch.nn.functional.scaled_dot_product_attention)
-    right = [alone(model, prompt, module.NEW) for prompt in module.PROMPTS]
-    for tokens, graphs in ranks(3, written):
-        assert tokens == right
-        assert graphs < module.NEW  # not one for each token

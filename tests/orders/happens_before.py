@@ -8,21 +8,12 @@ From its beginning to the wait for it, a message may read or write its cells at 
 two steps is a race, unless both only read: it must happen before the message begins, or after the wait. Where there is
 no race, the cells hold the same numbers in every order: those that other tests compare with full attention.
 
-    $ python -m tests.orders.happens_before
-    a hop of 3 ranks, all send first: these ranks wait for ever: [0, 1, 2]
-    a hop of 3 ranks, even ranks send first: right in every order
-    the block is written again before the wait for its send: rank 0 writes x while it sends x
-    the block is written again after it: right in every order
-
 Source: Lamport 1978, "happened before".
 """
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from ringlab.basics.blocking_messages import Program, Send, ring_programs
 
 Cells = tuple[str, ...]
 
@@ -121,31 +112,3 @@ def ends(rank: int, message: Isend | Irecv) -> tuple[str, int, int]:
     if isinstance(message, Isend):
         return message.channel, rank, message.to
     return message.channel, message.source, rank
-
-
-def of_blocking(programs: Sequence[Program]) -> list[list[Step]]:
-    """Programs of blocking messages: each message is begun and waited for at once."""
-    return [
-        [
-            each
-            for n, step in enumerate(program)
-            for each in (Isend(step.to) if isinstance(step, Send) else Irecv(step.source), Wait((2 * n,)))
-        ]
-        for program in programs
-    ]
-
-
-def main() -> int:
-    hop = {name: of_blocking(ring_programs(3, even_odd=name != "all")) for name in ("all", "even ranks")}
-    send, write, wait, receives = Isend(1, ("x",)), Use(("x",), writes=True), Wait((0,)), [Irecv(0), Wait((0,))]
-    cases = {f"a hop of 3 ranks, {name} send first": programs for name, programs in hop.items()}
-    cases["the block is written again before the wait for its send"] = [[send, write, wait], receives]
-    cases["the block is written again after it"] = [[send, wait, write], receives]
-    found = [check(programs) for programs in cases.values()]
-    for name, bad in zip(cases, found, strict=True):
-        print(f"{name}: {bad or 'right in every order'}")
-    return 0 if list(map(bool, found)) == [True, False, True, False] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

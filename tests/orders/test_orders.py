@@ -1,15 +1,11 @@
 """Rings of this project are right in every order of their steps, and each of their waits is needed."""
 
-from textwrap import indent
-
 import pytest
 
-from ringlab.basics.blocking_messages import ring_programs, simulate_messages
 from ringlab.ring.masks import Mask
 from ringlab.ring.schedule import Ring
-from tests.orders import happens_before
 from tests.orders.every_order import Scheduled, programs, rings_of
-from tests.orders.happens_before import Irecv, Isend, Use, Wait, check, of_blocking
+from tests.orders.happens_before import Irecv, Isend, Use, Wait, check
 
 X, Y = ("x",), ("y",)
 READ, WRITE = Use(X), Use(X, writes=True)
@@ -44,18 +40,6 @@ def test_what_is_bad_is_found(case):
 def test_readers_may_read_together_and_a_cell_is_free_after_its_message():
     sends = [WRITE, Isend(1, X), Isend(1, X), READ, Wait((1, 2)), WRITE]
     assert not check([sends, [Irecv(0, Y), Irecv(0), Wait((0, 1)), Use(Y)]])
-
-
-@pytest.mark.parametrize("even_odd", [True, False])
-def test_it_says_what_the_simulator_says_of_one_order(even_odd):
-    for world_size in range(2, 9):
-        steps = ring_programs(world_size, hops=2, even_odd=even_odd)
-        assert bool(check(of_blocking(steps))) == bool(simulate_messages(steps).waits_for) == (not even_odd)
-
-
-def test_the_demonstration_says_what_its_docstring_shows(capsys):
-    assert happens_before.main() == 0
-    assert indent(capsys.readouterr().out, "    ") in happens_before.__doc__
 
 
 # The rings -----------------------------------------------------------------------------------------------------------
