@@ -200,25 +200,29 @@ def test_a_verdict_follows_from_the_answers_and_assert_ring_from_it(name):
     ],
 )
 def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, changes, unclear):
-    """Meanwhile one thread computes, and afterwards as many as before."""
+    """Meanwhile one thread computes, and afterwards, also after an error, as many as before."""
     report, parts = headline(named, [answer(PLAIN, WRONG, changes=changes)]), {"infer": [Finding("more")]}
     parts["take_xray"] = "no ranks"
     parts["diagnose"] = replace(report.diagnosis, **more)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(examination, "examination_of", return_value=report.examination))
         threads = stack.enter_context(mock.patch.object(torch, "set_num_threads"))
+        before = lambda: threads.call_args.args[0] if threads.called else 7  # noqa: E731
+        stack.enter_context(mock.patch.object(torch, "get_num_threads", before))
         for name, value in parts.items():
             stack.enter_context(mock.patch.object(assertion, name, return_value=value))
         found = examine(PATIENT)
+        with mock.patch.object(assertion, "diagnose", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            examine(PATIENT)
     assert (bool(found.inference), found.xray) == (unclear, "none was taken" if changes else "no ranks")
-    assert [call.args[0] for call in threads.call_args_list] == [1, torch.get_num_threads()]
+    assert [call.args[0] for call in threads.call_args_list] == [1, 7, 1, 7]
 
 
 class Runs:
     """The ranks of an X-ray: right ones, but for the sizes of V; the heads that they are asked with are noted."""
 
     def __init__(self, *how):
-        self.heads, Runs.last = set(), self
+        self.heads, self.closed, Runs.last = set(), False, self
 
     def ask(self, question):
         self.heads.add(question.case.heads)
@@ -226,7 +230,7 @@ class Runs:
         return answer_on_paper(question, change=lambda case, x: {n: twice.get(n, 1.0) * y for n, y in x.items()})
 
     def close(self):
-        pass
+        self.closed = True
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_an_xray_has_the_heads_that_a_ring_needs_and_a_third_run_where_two_are_r
     patient, failed = replace(PATIENT, **claims), answer(PLAIN, FAILED, says="no")
     with mock.patch.object(assertion, "Job", Runs):
         found = take_xray(patient, Question(Case(3, 12, head_dim=12)))
-    assert (Runs.last.heads, found.case.inputs, found.right) == ({heads}, SIZES_OF_V, False)
+    assert (Runs.last.heads, found.case.inputs, found.right, Runs.last.closed) == ({heads}, SIZES_OF_V, False, True)
     with mock.patch.object(Runs, "ask", return_value=failed), mock.patch.object(assertion, "Job", Runs):
         said = take_xray(patient, PLAIN)
     assert said == "none, because with P = 3, no mask, contiguous, C = 6, float64 it fails: no"
@@ -270,6 +274,8 @@ DIGITS, WRONG_2 = (answer(PLAIN, WRONG, 0.1 + share * ALLOWED) for share in (1.9
         ([answer(PLAIN, WRONG), answer(PLAIN, WRONG), answer(PLAIN, OK)], WRONG, True, 3),
         ([answer(PLAIN, WRONG), WRONG_2], WRONG, True, 2),
         ([answer(PLAIN, WRONG), DIGITS], WRONG, False, 3),  # the last digits of a wrong number
+        ([answer(PLAIN, WRONG, math.nan), answer(PLAIN, WRONG)], WRONG, True, 2),
+        ([answer(PLAIN, WRONG, math.nan)], WRONG, False, 3),
         ([answer(LARGE, OK), answer(LARGE, OK), answer(LARGE, WRONG)], WRONG, True, 3),
         ([answer(PLAIN, WRONG), answer(PLAIN, FAILED)], WRONG, True, 2),
         ([answer(PLAIN, FAILED)], FAILED, False, 1),

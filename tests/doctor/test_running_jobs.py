@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import re
 import runpy
@@ -12,6 +13,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs import verdict
 from ring_doctor.jobs.gradients import factors_of, gradients_of
 from ring_doctor.jobs.job import GUARD, Job, run_job
-from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
+from ring_doctor.jobs.seen import Row, Whole, other_data, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
 from tests.commands import ROOT
@@ -230,15 +232,25 @@ def seen_by(*ranks):
 
 
 def test_rows_without_the_padding_of_others_are_found():
-    """One process pads two rows to 6 tokens; a rank of two has the short row alone, without padding."""
-    long, short = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[6, 5, 7]])
-    labels = torch.tensor([2, 3, 4, 5, 6, IGNORED, 5, 7, *[IGNORED] * 4])
+    """One process pads two rows to 6 tokens; a rank of two has the short row alone, without padding.
+
+    The other rank has one more row, which is padding only.
+    """
+    long, short = torch.tensor([[1, 2, 3, 4, 5, 6], [0] * 6]), torch.tensor([[6, 5, 7]])
+    labels = torch.tensor([2, 3, 4, 5, 6, *[IGNORED] * 7, 5, 7, *[IGNORED] * 4])
     both = torch.cat([long, F.pad(short, (0, 3))])
-    ranks = [({"embedding 0": x}, [y]) for x, y in ((long, labels[:6]), (short, labels[6:9]))]
+    ranks = [({"embedding 0": x}, [y]) for x, y in ((long, labels[:12]), (short, labels[12:15]))]
     whole = whole_numbers(seen_by(({"embedding 0": both}, [labels])), seen_by(*ranks), 0)
     assert (whole.layout, whole.cp, told(whole)) == ("contiguous", 1, [])
     fewer = replace(whole, ranks=[whole.ranks[0], []], layout="")
-    assert told(fewer) == [("tokens_missing", "3 of 9 tokens are on no rank")]
+    assert told(fewer) == [("tokens_missing", "3 of 15 tokens are on no rank")]
+
+
+def test_of_a_step_without_whole_numbers_nothing_is_told():
+    """Its model takes no tokens, or the step makes no backward pass."""
+    for job in (seen_by(({}, [])), Job("", Path(), [{"steps": [{"passes": []}]}])):
+        whole = whole_numbers(job, job, 0)
+        assert (told(whole), other_data(whole)) == ([], "")
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["the loss", "the caller"])
@@ -388,12 +400,16 @@ def test_the_gradient_of_a_weight_may_be_on_one_rank_only_if_both_get_the_new_we
     assert re.match(says, said), said
 
 
-def test_a_gradient_is_wrong_on_the_rank_whose_optimizer_has_its_weight(tmp_path):
+@pytest.mark.parametrize("number", [2.0, math.nan])
+@pytest.mark.parametrize("owned", [["weight"], []], ids=["rank 1's", "everybody's"])
+def test_a_gradient_may_be_wrong_on_one_rank(owned, number, tmp_path):
+    """The optimizer of this rank alone has the weight, or the optimizers of all ranks."""
     one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
-    torch.save(torch.tensor([2.0, 3.0]), many.folder / "before-0-weight-1.pt")
-    of_rank_1 = many.ranks[0]["steps"][0] | {"owned": ["weight"]}
+    torch.save(torch.tensor([number, 3.0]), many.folder / "before-0-weight-1.pt")
+    of_rank_1 = many.ranks[0]["steps"][0] | {"owned": owned}
     many.ranks.append(many.ranks[0] | {"rank": 1, "steps": [of_rank_1]})
-    assert gradients_of(one, many, None, 0, "before").wrong_ranks == {1}
+    found = gradients_of(one, many, None, 0, "before")
+    assert (found.wrong, found.wrong_ranks) == (["weight"], {1})
 
 
 @pytest.fixture
@@ -593,6 +609,11 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
         seen.write_gradients([weight := SimpleNamespace(grad=x)], {id(weight): f"{at} {size}"})
     written = {file.name for file in tmp_path.glob("before-3-*")}
     assert written == {"before-3-is_replicate 2-1.pt", "before-3-is_shard 1-1.pt"}  # the other is rank 0's
+    (tmp_path / "end").touch()  # by the doctor, which reads a file as soon as it has its name
+    with mock.patch.object(torch, "save", wraps=torch.save) as save, mock.patch.object(os, "_exit") as ended:
+        recorder.Recorder.end(seen)
+    ended.assert_called_once_with(0)
+    assert (save.call_args.args[1].suffix, torch.load(tmp_path / "seen-1-of-2.pt")["rank"]) == (".tmp", 1)
 
 
 def test_weights_are_moved_once_by_a_unit_and_all_messages_are_seen(monkeypatch):

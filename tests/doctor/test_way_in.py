@@ -165,6 +165,7 @@ PACKED, WINDOWED = Case(3, 18, documents=(7, 11)), Case(3, 18, causal=True, wind
     ("signature", "case", "expected"),
     [
         ("q, k, v, is_causal", P3, {"is_causal": True}),
+        ("q, k, v, is_causal, causal=True", Case(3), {"is_causal": False, "causal": False}),
         ("q, k, v, softmax_scale=None", P3, {}),
         ("q, k, v, softmax_scale", P3, {"softmax_scale": 0.25}),
         ("q, k, v, sm_scale=None", Case(3, scale=0.3), {"sm_scale": 0.3}),
