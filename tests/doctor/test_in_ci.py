@@ -22,7 +22,7 @@ import ring_doctor.__main__ as command
 from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, Answer
-from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.calls import RankResults, prepare
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import START, CannotExamine, Job
 from ring_doctor.asking.patient import patient_of
@@ -214,10 +214,13 @@ def test_another_seed_gives_other_numbers():
 
 
 class Ranks:
-    """A pool whose ranks give these outcomes; the time limits of the calls are noted."""
+    """A pool whose ranks give these outcomes; the set-ups and the time limits of the calls are noted."""
 
     def __init__(self, *outcomes):
         self.results, self.seconds, self.limits, self.stopped = outcomes, 0.0, [], False
+
+    def __call__(self, size, work, patient):
+        self.limits.append((self.seconds, work))
 
     def outcomes(self, size, work, patient, question, folder, seconds):
         self.limits.append((self.seconds, seconds))
@@ -246,13 +249,14 @@ def test_the_first_call_of_each_kind_has_the_time_of_a_set_up():
     for how in ("plain", "plain", "without gradients", "plain"):
         job.ask(Question(Case(4, 24), how))
     job.slowest = 5.0  # seconds of an answer
-    job.ask(Question(Case(4, 24, causal=True)))
+    for _ in range(2):
+        job.ask(Question(Case(4, 24, causal=True)))
     assert job.ask(Question(Case(4, 7, layout="zigzag"))).state == REFUSED  # a layout that does not fit is no call
-    job.restart()
-    job.ready = True
-    job.ask(Question(Case(4, 24)))
-    first, later = (START, 7.0), (7.0, 7.0)
-    assert job.ranks.limits == [first, later, first, later, first, later, (15.0, 7.0), first]
+    job.keeps = True  # a ring that keeps a length gets new processes for another one
+    for length in (24, 28, 28):
+        job.ask(Question(Case(4, length)))
+    first, later, set_up = (START, 7.0), (7.0, 7.0), (START, prepare)
+    assert job.ranks.limits == [*[first, later] * 3, *[slow := (15.0, 7.0)] * 3, set_up, first, slow]
 
 
 def test_a_set_up_that_fails_cannot_be_examined():
@@ -290,6 +294,7 @@ def test_only_an_error_of_every_rank_may_be_a_refusal(outcomes, feature, state, 
     job = job_of(*outcomes)
     answer = job.ask(Question(Case(3), feature=feature))
     assert (answer.state, answer.says) == (state, says)
+    assert (f" {answer.kind}: " in f" {says}", answer.where) == (True, ODD.where * (ODD in outcomes))
     assert answer.raised == (FINE not in outcomes and PEER not in outcomes)
     assert answer.returned == (NO_OUT in outcomes)
     assert job.ready == (not job.ranks.stopped) == all(each not in outcomes for each in (ODD, PEER, SHAPE, NO_OUT))

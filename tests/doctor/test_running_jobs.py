@@ -175,7 +175,7 @@ def ask(warm, tmp_path_factory):
         (home / "train.py").write_text(text)
         command = f"cd {home} && PYTHONPATH=$PYTHONPATH:{ROOT} {sys.executable} {start} train.py {ranks}"
         found = run_job(command, home / "seen", seconds=100, **options)
-        assert not (home / "trained").exists()
+        assert [(home / name).exists() for name in ("trained", "seen/end")] == [False, True]
         return found
 
     return run
@@ -253,11 +253,11 @@ def test_of_a_step_without_whole_numbers_nothing_is_told():
         assert (told(whole), other_data(whole)) == ([], "")
 
 
-@pytest.mark.parametrize("by", [0, 1], ids=["the loss", "the caller"])
-def test_labels_of_a_fused_loss_are_shifted_once(by):
+@pytest.mark.parametrize(("by", "name"), [(0, "labels"), (1, "labels"), (1, "shift_labels")])
+def test_labels_of_a_fused_loss_are_shifted_once(by, name):
     """The model gets them, in two shards. Where it shifts them itself, each shard loses its last label."""
     text, parts = torch.arange(1, 10)[None], (slice(8), slice(4), slice(4, 8))
-    one, *ranks = (({"embedding 0": text[:, at], "M.labels": text[:, by:][:, at]}, []) for at in parts)
+    one, *ranks = (({"embedding 0": text[:, at], f"M.{name}": text[:, by:][:, at]}, []) for at in parts)
     found = told(whole_numbers(seen_by(one), seen_by(*ranks), 0))
     assert [name for name, _ in found] == ["labels_per_shard"] * (1 - by)
 
@@ -318,7 +318,7 @@ CAUGHT = "import sys, traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceba
 MANY = "class Many(Exception):\n    exceptions = ['a reason']\n"
 LINES = r"print(*range(9), 'no config.yaml', sep='\n')"
 FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the end of what is shown
-    "after an error that was caught": ([f"{CAUGHT}raise ValueError('a reason')"], "')\n  | ValueError: a reason"),
+    "after an error that was caught": ([f"{CAUGHT}raise ValueError('a \\udcff')"], "')\n  | ValueError: a ?"),
     "sys.exit after one": ([f"{CAUGHT}sys.exit('no config.yaml')"], "\n  | no config.yaml"),
     "no Python": (["x = = 1"], "\n  | SyntaxError: invalid syntax"),
     "a group": (
@@ -452,7 +452,7 @@ def test_a_job_is_asserted(runs):
 WAITS = "touch $RING_DOCTOR_FOLDER/pid-$$; echo $$ > {0}; exec sleep 99"  # in a session of its own
 ENDS = {  # commands, seconds, and what is said
     "sleep 99": (0.1, "had not ended after 0.1 s: no process of Python that reads PYTHONPATH"),
-    f"setsid sh -c '{WAITS}' & while [ ! -s {{0}} ]; do sleep 0.05; done; exit 4": (
+    f"setsid sh -c '{WAITS}' & while [ ! -s {{0}} ]; do sleep 0.05; done; printf '\\377'; exit 4": (
         99,
         "(status 4): no process had made",
     ),
@@ -473,10 +473,11 @@ def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path):
         time.sleep(0.01)
 
 
-def test_ranks_are_in_their_order_and_not_in_that_of_their_files(tmp_path):
+def test_ranks_are_in_their_order_and_a_launcher_that_stays_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("ring_doctor.jobs.job.GRACE", 0.1)
     for rank in range(11):
         torch.save({"rank": rank}, tmp_path / f"seen-{rank}-of-11.pt")
-    job = run_job(f"cp {tmp_path}/*.pt $RING_DOCTOR_FOLDER", tmp_path / "seen", seconds=100)
+    job = run_job(f"mv {tmp_path}/*.pt $RING_DOCTOR_FOLDER; sleep 99", tmp_path / "seen", seconds=100)
     assert [seen["rank"] for seen in job.ranks] == [*range(11)]
 
 
@@ -606,9 +607,9 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
         placement = SimpleNamespace(is_replicate=lambda at=at: at == "is_replicate")
         x = SimpleNamespace(device_mesh=mesh, placements=[placement], dtype=torch.float64, device=torch.device("cpu"))
         x.full_tensor = lambda: torch.ones(2)
-        seen.write_gradients([weight := SimpleNamespace(grad=x)], {id(weight): f"{at} {size}"})
-    written = {file.name for file in tmp_path.glob("before-3-*")}
-    assert written == {"before-3-is_replicate 2-1.pt", "before-3-is_shard 1-1.pt"}  # the other is rank 0's
+        seen.write_gradients([weight := SimpleNamespace(grad=x)], {id(weight): f"{at}/{size}"})
+    job, names = Job("", tmp_path, []), ("is_shard/2", "is_replicate/2", "is_shard/1")
+    assert [job.tensor("before", 3, name, 1) is None for name in names] == [True, False, False]  # the first: rank 0's
     (tmp_path / "end").touch()  # by the doctor, which reads a file as soon as it has its name
     with mock.patch.object(torch, "save", wraps=torch.save) as save, mock.patch.object(os, "_exit") as ended:
         recorder.Recorder.end(seen)

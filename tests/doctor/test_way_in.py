@@ -210,7 +210,7 @@ REFUSED = [  # a function or its name, what is claimed, and what is said of it
     ("package.needs:f", {}, r"ModuleNotFoundError: No module named 'package.missing' \(package/needs.py, line 1\)"),
     ("fails:f", {}, r"it raised ZeroDivisionError: division by zero \(fails.py, line 2 in half\)"),
     ("wrong:f", {}, r"it raised SyntaxError: .* \(wrong.py, line 1\)"),
-    ("leaves:f", {}, r"it raised SystemExit: 0"),
+    ("leaves:f", {}, r"it raised SystemExit: no \(leaves.py, line 1\)"),
     ("textwrap.py:f", {}, "the module textwrap is .*; expected a file of another name"),
     ("the_ring", {}, r"'the_ring:attention' cannot be imported: .*; expected module:function"),
     ("adapter", {}, "adapter has a constant CASUAL; expected CAUSAL, or another name"),
@@ -248,7 +248,7 @@ def test_what_cannot_be_asked_is_told_what_to_do(project, function, claims, word
         package__needs="import package.missing",
         fails="def half():\n    1 / 0\nhalf()",
         wrong="def",
-        leaves="import sys; sys.exit(0)",
+        leaves="import sys; sys.exit('no\\nmore')",
         textwrap="",
         adapter="SIZE = 3\nCASUAL = True\ndef attention(q, k, v): return q\n",
     )
