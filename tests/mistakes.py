@@ -6,6 +6,7 @@ Each mistake is planted for a while: on each rank, with MISTAKES["stale_block"](
 import re
 from unittest import mock
 
+from ringlab.support import agreement
 from ringlab.support.expect import attempt
 from ringlab.support.pipes import inbox_of_job
 
@@ -34,8 +35,11 @@ def all_of(words):
 
 
 def said(context, work, *args):
-    """What `work` refuses on this rank."""
-    return attempt(work, context, *args)
+    """What `work` refuses on this rank. Not in mid pass: that would end the group, which a right call may want next."""
+    with mock.patch.object(agreement, "_ended") as ended:
+        words = attempt(work, context, *args)
+    assert not ended.update.called, f"refused in mid pass: {words}"
+    return words
 
 
 def assert_refused(ranks, world_size, words, work, *args):

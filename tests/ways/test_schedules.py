@@ -360,13 +360,8 @@ BY_OTHERS = [  # a way, its ranks or its mesh; and the same. All ways refuse in 
 
 
 def refused(context, way, shape, given, of_rank_1):
-    """A block or a head that travels anyway is an error."""
-    travels = mock.Mock(side_effect=AssertionError("something travels"))
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", travels),
-        mock.patch("ringlab.ways.all_to_all.swap", travels),
-        mock.patch("ringlab.ways.all_gather.all_gather", travels),
-    ):
+    """A pass that begins anyway is an error: what is refused inside it ends the group."""
+    with mock.patch.object(flash_ring, "one_pass", side_effect=AssertionError("a pass begins")):
         attention_of(context, way, shape)(**{**qkv(X), **given, **(of_rank_1 if context.rank == 1 else {})})
 
 
