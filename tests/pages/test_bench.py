@@ -63,6 +63,14 @@ def test_counted_memory(method, seq_len, world_size, expected):
     assert memory.counted(method, seq_len, heads=1, head_dim=64, world_size=world_size) == expected
 
 
+def test_counted_memory_of_training():
+    """In chunks: two ranks need no third buffer."""
+    C, H, D = 2**16, 8, 64  # a tile of scores is nothing beside a chunk
+    of_two = memory.counted_training("ring", C, heads=H, head_dim=D, world_size=2)
+    ring, blockwise = (memory.counted_training(method, C, heads=H, head_dim=D) for method in ("ring", "blockwise"))
+    assert [round(count / (4 * C * H * D)) for count in (ring, of_two, blockwise)] == [18, 15, 9]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
 def test_peak_extra_sees_what_was_freed_again():
     kept = torch.ones(8 * MiB)  # 32 MiB before the start do not count
@@ -76,18 +84,9 @@ def test_peak_extra_sees_what_was_freed_again():
     assert kept.sum() == 8 * MiB
 
 
-ONE = {"heads": 1, "head_dim": 8}
 SHORT = {"heads": 2, "head_dim": 8, "repetitions": 1}
 BESIDE = {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}
 RUNS = {  # a small run of a bench: a part of its table, its sizes
-    "ring_vs_full": (
-        "| P = 2 | ring_attention, P ranks |",
-        {**SHORT, "worlds": [2], "seq_len": 64, "repetitions": 2, "memory": {"worlds": [3], "chunk": 64, **ONE}},
-    ),
-    "memory": (
-        "\n| 2,048 | 48.0 / not measured |",
-        {"lengths": [256, 1024, 2048], "heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
-    ),
     "against_peers": (
         "| causal forward | flash ring, contiguous |",
         {**SHORT, "worlds": [2], "lengths": [64], "heads": 4, "beside": BESIDE},
@@ -96,11 +95,8 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
 }
 
 
-LONG = ("ring_vs_full", "memory")  # five seconds or more
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.exhaustive if it in LONG else ()) for it in RUNS])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_small_run(ranks, monkeypatch, name):
     """On the ranks that stay alive between tests."""
     if name == "max_context" and not hasattr(os, "memfd_create"):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 import time
 from dataclasses import replace
 from unittest import mock
@@ -14,7 +13,6 @@ from bench import gpu, peers, record
 from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_backward
 from ringlab.support.processes import LostRank, RankContext
-from tests.commands import run
 
 SMALL = replace(gpu.ON["cpu"], head_dims=(8,), dtypes=("float32",))
 
@@ -236,19 +234,6 @@ def test_nan_is_not_close():
 
 
 # The whole command ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-def test_the_command_runs_all_its_parts_on_the_cpu():
-    """In a process of its own: ranks write where the first of them wrote, which may be another test's output."""
-    small = "from bench import gpu; gpu.SECONDS = 600.0"
-    done = run(sys.executable, "-c", f"{small}; raise SystemExit(gpu.main(['--device', 'cpu']))")
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout
-    assert printed.startswith("3 ranks, CPU with gloo: this tries the bench, not a GPU, torch ")
-    assert {(ok, part) for ok, part in re.findall(r"^(ok|WRONG) +([^:]+):", printed, re.M)} == {
-        ("ok", part) for part in gpu.PARTS
-    }
 
 
 @pytest.mark.parametrize(

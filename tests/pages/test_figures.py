@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from figures import FOLDER, kv_rotation, token_loss
+from figures import FOLDER, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from figures.timelines import duration, simulate_timeline
 from notebooks.source import build
@@ -112,16 +112,6 @@ def test_a_narrow_picture_is_legible_on_a_phone(name):
     FigureCanvasAgg(figure).draw()
     assert_legible(figure, [label for label in figure.findobj(Text) if label.get_text() and label.get_visible()])
     assert figure.bbox.width <= 500  # shown 358 pixels wide: letters of 14.5 pixels are 10 or more
-
-
-@pytest.mark.exhaustive  # `make figures` writes it with the picture of its last frame, which is slow
-def test_committed_animation_is_current(tmp_path):
-    kv_rotation.save_gif(tmp_path)
-    (committed, pauses), (now, pauses_now) = (frames_of(folder / "kv_rotation.gif") for folder in (FOLDER, tmp_path))
-    assert pauses == pauses_now
-    assert same_frames(committed, now), "figures/kv_rotation.gif is not what its script draws: run make figures"
-    assert (FOLDER / "kv_rotation.gif").stat().st_size < 1.5e6
-    assert committed.shape[2] == 900
 
 
 def test_comparison_sees_a_colour_a_number_and_a_word_change():

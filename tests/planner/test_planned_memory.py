@@ -1,7 +1,6 @@
 """The planner's memory: peaks by hand, those of real rings, what autograd keeps; docs/memory.md."""
 
 import gc
-import json
 import re
 from dataclasses import replace
 from unittest import mock
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import ring_attn
-from bench.memory import SCORES, counted, counted_training, kept_bytes
+from bench.memory import kept_bytes
 from ring_attn import hop, ring_attention
 from ring_planner import memory as planned
 from ring_planner.hidden_communication import LLAMA_7B, AttentionLayer
@@ -121,7 +120,7 @@ def peak_in_training(context, layer, chunk, dtype):
     return most_alive(flash_ring, "fused_backward", fused_backward, step) - 4 * layer.heads * chunk
 
 
-# The page of all counts: its columns add up, its numbers are those of the code and of the measurements ---------------
+# The page of all counts: its columns add up, its sums are those of the code ------------------------------------------
 
 
 PAGE = (ROOT / "docs/memory.md").read_text()
@@ -155,33 +154,3 @@ def test_the_page_counts_as_the_code_does():
     *parts, total = (int(it.replace(",", "")) for it in re.findall(r"^\| .*\| \**([\d,]+)\** \|$", example, re.M))
     assert sum(parts) == total == peak_bytes_backward(llama, 131072 // 8) / 2**20
     assert peak_bytes_backward(replace(llama, kv_heads=32), 131072 // 8) / 2**30 == 2.75
-
-
-def chunks_of(what: str) -> list[float]:
-    """What the table of measurements says: the numbers in the row that begins with this."""
-    numbers = re.search(rf"^\| {re.escape(what)}[^|]*\| ([^|]+) \|", PAGE, re.M)[1]
-    return [float(number) for number in numbers.split(", ")]
-
-
-def test_the_measured_numbers_are_those_of_the_results():
-    names = ("against_peers", "ring_vs_full", "masked_rings")
-    peers, ring, masked = (json.loads((ROOT / f"bench/results/{name}.json").read_text()) for name in names)
-    peers, ring = peers["memory"], ring["memory"]
-    chunk = 4 * peers["heads"] * peers["chunk"] * peers["head_dim"]
-    forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"]] for i in (0, 1))
-    whole = masked["peak_bytes"]["no mask, contiguous"] / masked["chunk_bytes"]
-    assert chunks_of("`ring_flash_attention`") == [round(max(forward), 2)]
-    assert chunks_of("the same in training") == [round(max(both), 2)]
-    assert chunks_of("the same [without a mask]") == [round(whole, 1)]
-    of_page = {max(forward): 7, max(both): 13, whole: 14}  # all but the tile of scores
-    assert all(0 <= most - count <= 1.5 * SCORES / chunk for most, count in of_page.items())
-    alone, kept = (max(row[peak] for row in ring["rows"]) for peak in ("peak_bytes", "peak_bytes_as_it_comes"))
-    assert chunks_of("`ring_attn.py`") == [round(alone / ring["chunk_bytes"], 2)]
-    assert chunks_of("the same as a process") == [round(kept / ring["chunk_bytes"], 1)]
-    assert counted("ring", 4 * C, world_size=4, heads=8, head_dim=64) == 5 * 4 * CHUNK
-    for method, chunks in (("ring", 18), ("blockwise", 9)):
-        assert round(counted_training(method, C, heads=8, head_dim=64) / (4 * CHUNK)) == chunks
-        assert f"| {chunks} |" in PAGE
-        assert f"L + {chunks}" in PAGE
-    assert all(f"L + {chunks}" in PAGE for chunks in (1, 6))
-    assert round(counted_training("ring", C, heads=8, head_dim=64, world_size=2) / (4 * CHUNK)) == 15  # no third buffer
