@@ -157,6 +157,7 @@ def given(signature, case=P3):
     return options(patient, case, {"q": torch.zeros(1)}, None)
 
 
+NEEDED = {"is_causal": True, "softmax_scale": 0.25, "window_size": (-1, -1), "cu_seqlens": [0, 18]}  # one document
 BOUNDS = {"cu_seqlens_q": [0, 7, 18], "cu_seqlens_k": [0, 7, 18]}
 PACKED, WINDOWED = Case(3, 18, documents=(7, 11)), Case(3, 18, causal=True, window=5)
 
@@ -164,19 +165,12 @@ PACKED, WINDOWED = Case(3, 18, documents=(7, 11)), Case(3, 18, causal=True, wind
 @pytest.mark.parametrize(
     ("signature", "case", "expected"),
     [
-        ("q, k, v, is_causal", P3, {"is_causal": True}),
+        ("q, k, v, softmax_scale=None, window=None, cu_seqlens=None", P3, {}),
+        ("q, k, v, is_causal, softmax_scale, window_size, cu_seqlens", P3, NEEDED),
         ("q, k, v, is_causal, causal=True", Case(3), {"is_causal": False, "causal": False}),
-        ("q, k, v, softmax_scale=None", P3, {}),
-        ("q, k, v, softmax_scale", P3, {"softmax_scale": 0.25}),
         ("q, k, v, sm_scale=None", Case(3, scale=0.3), {"sm_scale": 0.3}),
-        ("q, k, v, window=None", P3, {}),
-        ("q, k, v, window=None", WINDOWED, {"window": 5}),
-        ("q, k, v, window_size=(-1, -1)", WINDOWED, {"window_size": (4, 0)}),
-        ("q, k, v, window_size", P3, {"window_size": (-1, -1)}),
-        ("q, k, v, documents=None", PACKED, {"documents": (7, 11)}),
-        ("q, k, v, cu_seqlens=None", P3, {}),
-        ("q, k, v, cu_seqlens", P3, {"cu_seqlens": [0, 18]}),  # it must be there: one document
-        ("q, k, v, cu_seqlens_q=0, cu_seqlens_k=0", PACKED, BOUNDS),
+        ("q, k, v, window=None, window_size=(-1, -1)", WINDOWED, {"window": 5, "window_size": (4, 0)}),
+        ("q, k, v, documents=None, cu_seqlens_q=0, cu_seqlens_k=0", PACKED, {"documents": (7, 11), **BOUNDS}),
         ("q, k, v, layout='x'", Case(3, layout="zigzag"), {"layout": "zigzag"}),
     ],
 )
