@@ -3,7 +3,6 @@
 The masks that its layers ask for. And the seam.
 """
 
-import ast
 import copy
 import re
 from contextlib import nullcontext
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.commands import ROOT
 from tests.concepts import MISSING
 from tests.mistakes import all_of
 
@@ -487,29 +485,3 @@ def test_attention_and_methods_are_ours_while_they_are_open(fails):
     assert type(model) is own
     assert len(calls) == 2
     assert transformers.AttentionInterface.get_interface is theirs
-
-
-REACHES = {"__class__", "__dict__", "__globals__", "__code__", "get_interface", "register", "setattr", "globals"}
-THEIRS = {"model", "part", "layer", "module", "accelerator", "config"}  # what we call a thing of transformers
-KNOWN = {"ring", "loss_function", "training", "gradient_checkpointing"}  # attributes that may be set
-
-
-def reaching(tree):
-    """Where code swaps what is not its own: a name of REACHES, or an attribute of a thing of THEIRS."""
-    for node in ast.walk(tree):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if name in REACHES:
-            yield node.lineno, name
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for target in (x for each in targets for x in ast.walk(each) if isinstance(x, ast.Attribute)):
-            owner = target.value
-            owner = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-            if owner in THEIRS and target.attr not in KNOWN:
-                yield node.lineno, f"{owner}.{target.attr}"
-
-
-def test_only_the_seam_reaches_into_transformers():
-    folder = ROOT / "ringlab/hugging_face"
-    found = {path.name: list(reaching(ast.parse(path.read_text()))) for path in folder.glob("*.py")}
-    assert len(found.pop("seam.py")) >= 6
-    assert {name: places for name, places in found.items() if places} == {}
