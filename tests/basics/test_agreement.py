@@ -656,15 +656,15 @@ def with_a_child(context):
     if context.rank == 1:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
-            os.write(write, b"forked")  # it has closed its ends by now
+            os.write(write, b"%d open" % len(inbox.fds))  # it has closed its ends, and forgets their numbers
             signal.pause()
-        os.read(read, 6)
+        said = os.read(read, 6)
         dist.barrier()
         os.dup2(os.open(os.devnull, os.O_RDWR), inbox.fds[0])
         dist.barrier()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return None
+        return said
     dist.barrier()
     try:
         inbox.wait(FACTS, 1, timedelta(seconds=60))
@@ -676,7 +676,7 @@ def with_a_child(context):
 
 @on_linux
 def test_a_rank_that_has_ended_is_noticed_though_its_child_lives():
-    assert launch(with_a_child, 2) == ["Connection closed by peer: rank 1 has ended", None]
+    assert launch(with_a_child, 2) == ["Connection closed by peer: rank 1 has ended", b"0 open"]
 
 
 def waits_for_a_late_message(context, awake, never, limit):

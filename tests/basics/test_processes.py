@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -144,6 +145,22 @@ def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
 def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, backwards, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
         launch(failing_ring.fail, 3, how, backwards)
+
+
+LOST, OWN = Raised("RuntimeError", "Connection closed by peer", "closed"), Raised("KeyError", "k", "the reason")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "reason"),
+    [
+        ({"return_value": [LOST, OWN, LOST]}, "rank 1 failed: the reason"),
+        ({"side_effect": LostRank("rank 1 died", {0: LOST})}, "rank 1 died before its work was done"),
+        ({"side_effect": LostRank("rank 1 is silent", {0: LOST}, [1])}, "rank 0 failed: closed"),
+    ],
+)
+def test_a_job_ends_by_the_error_of_a_rank_and_not_by_what_follows_from_it(outcomes, reason):
+    with mock.patch.object(Ranks, "outcomes", **outcomes), pytest.raises(RuntimeError, match=f"^{reason}$"):
+        launch(len, 3)
 
 
 def sleeping_rank(context, folder):

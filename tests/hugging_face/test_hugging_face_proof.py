@@ -127,8 +127,8 @@ def fails(model):
     model.model.norm.forward = lambda x: x["no such key"]
 
 
-def nan(model):
-    model.model.norm.weight.data[0] = torch.nan
+def broken(value):
+    return lambda model: model.model.norm.weight.data[:1].fill_(value)
 
 
 def one_row(model):
@@ -150,7 +150,8 @@ REFUSED = {  # what is done to a Llama, and what is said of it
     "no attention": (no_attention, ["LlamaForCausalLM does not ask AttentionInterface"]),
     "known attention only": (known_attention_only, ["2 time(s) for its own attention, and 1 time(s) for another"]),
     "an error": (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
-    "NaN": (nan, ["LlamaForCausalLM returns NaN or infinity"]),
+    "NaN": (broken(torch.nan), ["LlamaForCausalLM returns NaN or infinity"]),
+    "infinity": (broken(torch.inf), ["LlamaForCausalLM returns NaN or infinity"]),
     "one row": (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
 }
 
@@ -411,19 +412,27 @@ def state_of(model):
     return modes, hooks, wanted, model.config._attn_implementation, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("mistake", [False, True])
+def interrupt_in_training(part, args, result):
+    """`part` is in training in the proof only."""
+    if part.training:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("mistake", [None, "mixes", "Ctrl-C"])
 def test_the_model_stays_as_it_was(mistake):
-    """A right one, and one that mixes tokens in training only, which is named."""
+    """A right one; one that mixes tokens in training only, which is named; and after Ctrl-C in mid proof."""
     model = llama()
     model.gradient_checkpointing_enable()
-    if mistake:
+    if mistake == "Ctrl-C":
+        model.model.layers[1].mlp.register_forward_hook(interrupt_in_training)
+    if mistake == "mixes":
         model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, BatchNorm(32).double())
     model.model.layers[1].eval()
-    model.requires_grad_(mistake)
+    model.requires_grad_(mistake is not None)
     before, register = state_of(model), transformers.AttentionInterface.get_interface
     weights = copy.deepcopy(model.state_dict())
     named = pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (BatchNorm)"))
-    with named if mistake else nullcontext():
+    with {None: nullcontext(), "mixes": named, "Ctrl-C": pytest.raises(KeyboardInterrupt)}[mistake]:
         proved(model)
     assert state_of(model) == before
     assert transformers.AttentionInterface.get_interface is register
