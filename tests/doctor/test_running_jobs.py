@@ -25,7 +25,7 @@ from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs import verdict
 from ring_doctor.jobs.gradients import factors_of, gradients_of
 from ring_doctor.jobs.job import GUARD, Job, run_job
-from ring_doctor.jobs.seen import Row, Whole, other_data, told, whole_numbers
+from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
 from tests.commands import ROOT
@@ -246,13 +246,6 @@ def test_rows_without_the_padding_of_others_are_found():
     assert told(fewer) == [("tokens_missing", "3 of 15 tokens are on no rank")]
 
 
-def test_of_a_step_without_whole_numbers_nothing_is_told():
-    """Its model takes no tokens, or the step makes no backward pass."""
-    for job in (seen_by(({}, [])), Job("", Path(), [{"steps": [{"passes": []}]}])):
-        whole = whole_numbers(job, job, 0)
-        assert (told(whole), other_data(whole)) == ([], "")
-
-
 @pytest.mark.parametrize(("by", "name"), [(0, "labels"), (1, "labels"), (1, "shift_labels")])
 def test_labels_of_a_fused_loss_are_shifted_once(by, name):
     """The model gets them, in two shards. Where it shifts them itself, each shard loses its last label."""
@@ -284,6 +277,17 @@ def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
     found = compare(one, small_job(tmp_path / "many", 2.0), None, 1)
     assert found.names == (["documents_lost"] if lost == "attention_mask" else [])
     assert f"the model gets no Model.{lost}, as that of the first job does" in found.says
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_of_a_job_without_tokens_the_gradients_are_judged(passes, tmp_path):
+    """Its model takes none, or its step calls torch.autograd.grad, which is no pass that is seen."""
+    jobs = [small_job(tmp_path / f"{x}", x, numbers={"embedding 0": TEXT.flip(1)}) for x in (1.0, 2.0)]
+    for job in jobs:
+        [step] = job.ranks[0]["steps"]
+        job.ranks[0]["steps"] = [step | {"passes": step["passes"][:passes], "dtypes": {"torch.float64"}}]
+    found = compare(*jobs, None, 1)
+    assert (found.level, found.names, "tokens     none was seen" in str(found)) == (WRONG_RING, [], True)
 
 
 def test_outputs_with_other_padding_are_not_compared(tmp_path):
