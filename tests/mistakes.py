@@ -1,7 +1,4 @@
-"""What tests of mistakes and of bad input share: mistakes by name, the words of a message, other hosts.
-
-Each mistake is planted for a while: on each rank, with MISTAKES["stale_block"](): ...
-"""
+"""What tests of bad input share: the words of a message, other hosts."""
 
 import re
 from unittest import mock
@@ -9,24 +6,6 @@ from unittest import mock
 from ringlab.support import agreement
 from ringlab.support.expect import attempt
 from ringlab.support.pipes import inbox_of_job
-
-
-def patch(module, name, mistake):
-    """A function that puts `mistake` in the place of a piece of the right code; of a class, a new object each time."""
-    return lambda: mock.patch.object(module, name, mistake() if isinstance(mistake, type) else mistake)
-
-
-class Mistakes(dict):
-    """By its name, the function that plants a mistake."""
-
-    def replaces(self, module, name):
-        """Note the function or class below, which takes the place of `name` in this module."""
-
-        def note(mistake):
-            self[mistake.__name__] = patch(module, name, mistake)
-            return mistake
-
-        return note
 
 
 def all_of(words):

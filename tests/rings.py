@@ -9,43 +9,10 @@ from torch import Tensor
 from bench.peers import dealt, ring_in_turn
 from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
-from ringlab.ring import schedule
 from ringlab.ring.layouts import unshard
-from ringlab.ring.schedule import Ring, TravellingSums
 from ringlab.support import timeline
 from ringlab.support.messages import Watch
 from tests.attention import assert_attention, assert_four, expected_of_inputs, gradients, grouped_inputs
-
-
-class CircleSums(TravellingSums):
-    """The sums begin on the rank of their block, and make a closed circle of P messages."""
-
-    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
-        self.wait()
-        return self.sums_in(self.buffer(t).zero_() if t == 0 else self.buffer(t))
-
-    def send_on(self, t: int) -> None:
-        self.wait()
-        if t < self.hops:
-            self.arriving = schedule.post([self.buffer(t)], [self.buffer(t + 1)], self.group)
-        elif t > 0:
-            self.coming = torch.empty_like(self.at_home)
-            self.arriving = schedule.post([self.buffer(t)], [self.coming], self.group, distance=-t)
-        else:
-            self.coming = self.buffer(0)
-
-    def home(self) -> tuple[Tensor, Tensor]:
-        self.wait()
-        return self.sums_in(self.coming)
-
-
-class Circle(Ring):
-    """The ring with these sums. The own block is the first one, and has a piece in every round."""
-
-    rounds_back = Ring.rounds
-
-    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> CircleSums:
-        return CircleSums(k, v, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
 
 
 def even_lengths(seq_len, world_size):

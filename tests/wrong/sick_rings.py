@@ -3,21 +3,17 @@
 ESCAPED are rings that are wrong in one kind of question only: each shows that this kind is asked. IN_16_BITS add up so.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ringlab.ring import flash_ring, schedule
+from ringlab.ring import flash_ring
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.overlap import post
+from ringlab.ring.schedule import Ring, TravellingSums
 from ringlab.ways.all_gather import AllGather
-from tests.mistakes import patch
-from tests.rings import Circle
 
 # Wrong in one kind of question only -----------------------------------------------------------------------------------
 
@@ -213,44 +209,18 @@ REFUSED = (all_need_gradients, once, values_as_keys)
 # In 16 bits --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SickRing:
-    """A ring that sends sums, with a mistake."""
-
-    patch: Callable[[], AbstractContextManager]  # makes it sick; a new one in each pass
-    in_forward: bool = True  # and in the backward pass; False: in the backward pass only
-
-    def __call__(self, q, k, v, **options):
-        return Scoped.apply(q, k, v, self, options)
+class SumsSentIn16Bits(TravellingSums):
+    def send_on(self, t):
+        self.wait()
+        if t:
+            self.buffer(t).copy_(self.buffer(t).bfloat16())
+        super().send_on(t)
 
 
-class Scoped(torch.autograd.Function):
-    """The sick ring as one operation, so that its patch is there when the backward pass runs, and only then."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sick, options):
-        ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        ctx.sick = sick
-        with torch.enable_grad(), sick.patch() if sick.in_forward else nullcontext():
-            ctx.result = ring_flash_attention(*ctx.inputs, **options, schedule=Circle)
-        return ctx.result.detach()
-
-    @staticmethod
-    def backward(ctx, d_out):
-        with ctx.sick.patch():
-            gradients = torch.autograd.grad(ctx.result, ctx.inputs, d_out, retain_graph=True, allow_unused=True)
-        return *gradients, None, None
-
-
-def in_16_bits(sent, received, group, *, distance=1):
-    return post([x.bfloat16().to(x.dtype) for x in sent], received, group, distance=distance)
-
-
-SENT_IN_16_BITS = SickRing(patch(schedule, "post", in_16_bits), in_forward=False)
-
-
-def gradients_sent_in_16_bits(q, k, v, causal=False, layout="contiguous"):
-    return SENT_IN_16_BITS(q, k, v, causal=causal, layout=layout)
+class SendsSumsIn16Bits(Ring):
+    def sums(self, k, v, dtype):
+        options = {"lengths": self.partition.lengths, "group": self.group, "hops": self.partition.hops}
+        return SumsSentIn16Bits(k, v, dtype, **options)
 
 
 def merged_in_16_bits(out, lse, out_j, lse_j, right=flash_ring.merge_into):
@@ -258,16 +228,14 @@ def merged_in_16_bits(out, lse, out_j, lse_j, right=flash_ring.merge_into):
     out.copy_(out.bfloat16())
 
 
-MERGED_IN_16_BITS = SickRing(patch(flash_ring, "merge_into", merged_in_16_bits))
-
-
-def sums_in_16_bits(q, k, v, causal=False, layout="contiguous"):
-    return MERGED_IN_16_BITS(q, k, v, causal=causal, layout=layout)
+def sums_in_16_bits(*qkv, causal=False, layout="contiguous"):
+    with mock.patch.object(flash_ring, "merge_into", merged_in_16_bits):
+        return ring_flash_attention(*qkv, causal=causal, layout=layout)
 
 
 IN_16_BITS = {  # by ring: the inputs that show its mistake, and the results that are wrong
     ring_flash_attention: ("", set()),
     partial(ring_flash_attention, schedule=AllGather): ("", set()),
     sums_in_16_bits: ("16-bit sums", {"out"}),
-    gradients_sent_in_16_bits: ("16-bit gradients", {"dk", "dv"}),
+    partial(ring_flash_attention, schedule=SendsSumsIn16Bits): ("16-bit gradients", {"dk", "dv"}),
 }
