@@ -175,7 +175,10 @@ X = torch.tensor([1.0, -2.0])
 GROWS = Exercise(
     right=lambda x: 2 * x + 2,
     wrong={"the 2 is missing": lambda x: 2 * x, "that is half of it": lambda x: x + 1},
-    cases={"twice x and 2": [(X,), (X[:1],)], "large ones": [(100 * X,)], "infinite ones": [(X / 0,)]},
+    cases={
+        **{"twice x and 2": [(X,), (X[:1],)], "large ones": [(100 * X,)]},
+        "infinite ones": [(X / 0,), (X / torch.tensor([0, 0.5]),)],
+    },
 )
 NUMBER = Exercise(
     right=lambda n: 3 * n,
@@ -198,6 +201,7 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (GROWS, lambda x: 2.1 * x + 2, "not yet: x = [1.0, -2.0]: off by up to 0.2: twice x and 2"),
     (GROWS, lambda x: 2 * x + 2 if x.abs().max() < 9 else x, "not yet: x = [100.0, -200.0]: off by up to 198: large"),
     (GROWS, lambda x: (2 * x + 2).clamp(-1e9, 1e9), "not yet: x = [inf, -inf]: off by up to inf: infinite"),
+    (GROWS, lambda x: torch.where(x == -4, x, 2 * x + 2), "not yet: x = [inf, -4.0]: off by up to 2: infinite"),
     (GROWS, lambda x: 2 * x[:1] + 2, "not yet: x = [1.0, -2.0]: expected shape (2,), got (1,)"),
     (GROWS, lambda x: x / 0 - x / 0, "not yet: x = [1.0, -2.0]: there are NaNs in it"),
     (GROWS, lambda x: 1j * x, "not yet: x = [1.0, -2.0]: expected real numbers, got complex ones"),

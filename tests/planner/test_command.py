@@ -22,7 +22,7 @@ from ring_planner import command, memory
 from ring_planner.known import KINDS, NOISE, SPREAD, fit
 from ring_planner.layers import Latents, LinearLayers
 from ring_planner.memory import step_bytes
-from ring_planner.plan import Plan, Wish, best, candidates, digits, longest, ways_of
+from ring_planner.plan import Plan, Wish, best, candidates, digits, hosts_that_hold, longest, ways_of
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.request import OPTIONS
 from ring_planner.round_costs import realistic
@@ -283,10 +283,10 @@ def test_known_factors_by_hand():
     assert fit([{"attention": 1.0, "products": 1.0, "FSDP": 2.0}], [4.0]).factors == pytest.approx((1, 1, 1))
     for name, kind in (("passes", "computing"), ("tensor parallel", "messages"), ("attention", "attention")):
         assert fit([{name: 1.0}], [1.1]).factors[[*KINDS].index(kind)] > 1.05
-    with pytest.raises(
-        ValueError, match=r"contradict each other or the plan, 3.% is left; expected steps of one machine"
-    ):
-        fit([alone, alone], [4.0, 8.0])
+    for far in (-0.2, 0.2):  # one of four steps, too fast or too slow: 3/4 of it is left
+        fit([alone] * 4, [2.0, 2.0, 2.0, 2 * math.exp(0.99 * far)])
+        with pytest.raises(ValueError, match="contradict each other or the plan, 15% is left; expected steps of one"):
+            fit([alone] * 4, [2.0, 2.0, 2.0, 2 * math.exp(1.01 * far)])
 
 
 def test_what_is_known_is_used():
@@ -474,6 +474,10 @@ def test_no_options_end_in_a_traceback(seed):
 def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
     most = [*LLAMA.split(), "--hosts", "2048", "--nics", "8"]
     assert command.request_of(request_options(most))[0].gpus == 16_384
+    one, full = replace(HOST, per_host=1), Wish(1, 1, "full")
+    held = Plan(replace(one, hosts=16_384, recompute="full")).held
+    few = (replace(one, gpu=replace(one.gpu, memory=each)) for each in (held, held - 1))
+    assert [hosts_that_hold(step, full) for step in few] == [16_384, None]
     wider = command.request_of(request_options([*LLAMA.split(), "--hidden", "8192"]))[0].model
     assert (wider.heads, wider.head_dim) == (32, 256)
     assert "longest context       1,073,740,800 tokens or more\n" in plan(f"{LLAMA} --memory 1e15")

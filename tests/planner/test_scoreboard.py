@@ -79,3 +79,5 @@ def test_an_interval_by_hand():
     assert (low, high) == (pytest.approx(math.exp(0.1 - half)), pytest.approx(math.exp(0.1 + half)))
     assert interval([1.0, 1.0]) == (pytest.approx(1 / 1.05), pytest.approx(1.05))
     assert intervals(MARKED[:1], Grade.ratio) == {}
+    errors = ([*summary([-i for i in range(1, n + 1)]).values()] for n in (1, 10, 11))
+    assert [*errors] == [[1, 1, 1], [5.5, 9, 10], [6, 10, 11]]

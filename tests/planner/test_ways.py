@@ -250,8 +250,8 @@ def test_messages_slow_the_computing_beside_them():
     assert simulate("ring", host, LAYER, CHUNK) == pytest.approx(3 * 7 / 3 + 2)
     one, other = (simulate("all-to-all", replace(host, slowdown=each), LAYER, CHUNK) for each in (1.0, 1.5))
     assert one == other
-    cards = Pass(Cluster(2, 4, 1.0, 1.0, 1.0, 2), LAYER, CHUNK)  # 4 devices share 2; in a hop of 1 only the last leaves
-    assert [cards.between(10.0, stride) for stride in (1, 2, 4)] == [10, 20, 20]
+    cards = Pass(Cluster(2, 8, 1.0, 1.0, 1.0, 3), LAYER, CHUNK)  # 3, 3 and 2 of 8 devices share one; few hops leave
+    assert [cards.between(10.0, stride) for stride in (1, 2, 4, 5, 8, 16)] == [10, 20, 20, 30, 30, 30]
     slow = Pass(Cluster(2, 4, 1.0, 0.1, 1.0), LAYER, CHUNK)  # links that a hop to another host does not use
     assert [slow.hop(10.0, stride) for stride in (1, 4)] == [100, 10]
 

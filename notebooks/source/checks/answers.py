@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from itertools import islice, permutations
-from math import isclose
+from math import inf, isclose
 from numbers import Integral, Real
 from typing import Any
 
@@ -289,7 +289,8 @@ def difference(given: Any, expected: Tensor, rtol: float = 1e-5) -> str | None:
         return "there are NaNs in it; look for inf - inf, inf/inf or 0/0"
     if near(given, expected, rtol):
         return None
-    return f"off by up to {(given.double() - expected.double()).abs().max():.3g}"
+    off = (given.double() - expected.double()).abs().nan_to_num(0.0, posinf=inf)  # equal infinities differ by NaN
+    return f"off by up to {off.max():.3g}"
 
 
 def in_order(given: Sequence[Any], expected: Mapping[str, Any]) -> None:
