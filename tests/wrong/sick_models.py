@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from ringlab.models.transformer import IGNORED, Config, Transformer
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import positions as positions_of
-from tests.attention import SEED
 
 CONFIG = Config(vocab=32, layers=0, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
 
@@ -18,11 +17,11 @@ CONFIG = Config(vocab=32, layers=0, hidden=24, heads=6, kv_heads=2, feedforward=
 def step(text, mistakes=(), per_token=False, *, targets=None):
     """The loss of the batch, or with per_token that of each token of this rank, and the gradients. Shards are zigzag.
 
-    Without layers there is no attention, so it is quick: the mistakes are of labels, losses and gradients.
+    Without layers there is no attention, so it is quick: the mistakes are of labels, losses and gradients. The doctor
+    seeds its weights.
     """
     rank, P = dist.get_rank(), dist.get_world_size()
     at = positions_of("zigzag", text.shape[1] - 1, rank, P)
-    torch.manual_seed(SEED)
     ring = partial(scaled_dot_product_attention, layout="zigzag")
     model = Transformer(CONFIG, ring).double()
     tokens, labels = text[:, :-1][:, at], (text[:, 1:] if targets is None else targets)[:, at]
