@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -159,22 +158,6 @@ def test_however_it_is_called(ranks, call):
     dtypes = [torch.bfloat16] if call == "under autocast" else [torch.bfloat16, torch.float32]
     few = [Problem(4, 2, S, PACKED, dtype=dtype, head_dim=64, value_dim=16) for dtype in dtypes]
     assert_right_results(lambda n, work, *given: ranks(n, called, call, *given), "ring", P, few)
-
-
-def in_parts(context, way, shape, problems):
-    """Rank 0 alone, and ranks 1 and 2 beside it."""
-    groups = [dist.new_group([0]), dist.new_group([1, 2])]  # every rank must call both
-    part = context.rank > 0
-    here = replace(context, rank=max(0, context.rank - 1), world_size=1 + part)
-    with mock.patch.dict(ways.WAYS, {way: partial(ways.WAYS[way], group=groups[part])}):
-        return results_on_rank(here, way, shape, problems)
-
-
-def test_two_parts_of_a_job_at_once(ranks):
-    few = [Problem(4, 2, S + 2, options, dtype=torch.bfloat16, head_dim=64) for options in masks_of(S + 2).values()]
-    of_ranks = ranks(P, in_parts, "ring", P, few)
-    for part in (of_ranks[:1], of_ranks[1:]):
-        assert_right_results(lambda *given, part=part: part, "ring", len(part), few)
 
 
 # What it is for -------------------------------------------------------------------------------------------------------

@@ -510,21 +510,6 @@ def test_a_plan_fits_every_later_call(ranks):
             raise AssertionError(f"{[each.__name__ for each in order]}: {error}") from None
 
 
-def test_a_plan_reads_by_the_strides_that_it_was_made_for():
-    """Else the test above could not fail."""
-    q, k, v, d_out = grouped_inputs(1, 4, 2, 8, 8)
-    rest = torch.tensor(0), torch.tensor(0), None, None, None, 8, 8, 0.0, False
-    with on_gpu("cuda cudnn") as kernels:
-        out, lse, *_ = kernels._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=0.5)
-        backward = kernels._scaled_dot_product_cudnn_attention_backward
-        first, second = (
-            backward(order(d_out), q, k, v, order(out), lse, *rest, scale=0.5) for order in (as_it_is, tokens_first)
-        )
-    assert_four([out, *first], expected(q, k, v, d_out, scale=0.5))
-    assert kernels.misread == 1
-    assert not any(torch.allclose(x, y, atol=0.1) for x, y in zip(first, second, strict=True))
-
-
 # Which blocks cuDNN gets ----------------------------------------------------------------------------------------------
 
 
