@@ -116,8 +116,6 @@ def results_on_rank(problem, rank, P, device="cpu"):
     mine = {n: y.clone() if n == "state" else y[:, :, at] for n, y in x.items() if y is not None}
     mine = {n: y.to(device).requires_grad_() for n, y in mine.items()}
     with mock.patch.object(state_ring, "in_chunks", functools.partial(alone.in_chunks, size=4)):
-        with torch.inference_mode():  # an evaluation may be the first to ask
-            ring_linear_attention(**mine, **problem.options)
         out, last = ring_linear_attention(**mine, **problem.options)
     results, given = [out], [d_out[:, :, at].to(device)]
     if last is not None:
@@ -307,6 +305,8 @@ OF_TAPS = [
 
 def two_passes(v, step, **x):
     outs = [ring_linear_attention(v=v.requires_grad_(), **x)[0] for _ in range(2)]
+    with pytest.raises(RuntimeError, match="a ring can be differentiated once"):
+        torch.autograd.grad(outs[0].sum(), v, create_graph=True)
     for out in outs[::step]:
         out.sum().backward()
 
