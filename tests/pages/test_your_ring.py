@@ -11,25 +11,26 @@ from tests.commands import ROOT
 
 pytestmark = pytest.mark.slow  # the doctor starts processes
 FIRST, SIXTH = checks.solution(1), checks.solution(6)
-P_HOPS = SIXTH.replace("hop(kv, group) if t < P - 1 else None", "hop(kv, group)")
-STRAIGHT = """
-import torch
-import torch.distributed as dist
 
+
+def one_more(to):
+    """A right ring, but of 4 ranks rank 1 sends its K to another one once more."""
+    return f"""{SIXTH}
 def attention(q, k, v):
-    r, P, blocks = dist.get_rank(), dist.get_world_size(), [torch.stack((k, v))]
-    for t in range(1, P):
-        blocks.append(torch.empty_like(blocks[0]))
-        messages = [dist.P2POp(dist.isend, blocks[0], (r + t) % P), dist.P2POp(dist.irecv, blocks[t], (r - t) % P)]
-        [work.wait() for work in dist.batch_isend_irecv(messages)]
-    k, v = torch.cat(blocks, dim=3)
-    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
+    out, sender, receiver = ring_attention(q, k, v), 1, {to}
+    if dist.get_world_size() == 4 and dist.get_rank() == sender:
+        dist.send(k, receiver)
+    if dist.get_world_size() == 4 and dist.get_rank() == receiver:
+        dist.recv(torch.empty_like(k), sender)
+    return out
 """
+
+
 WRONG = [  # step, file, what is said
     (1, "attention: int = 1", "expected a function"),
-    (2, STRAIGHT, "rank 0 are right. But it exchanged a message with rank 2"),
-    (2, P_HOPS, "a rank sends too much: "),
-    (4, STRAIGHT, "attention has no argument causal"),
+    (2, one_more(3), "rank 1 are right. But it exchanged a message with rank 3"),
+    (2, one_more(2), "a rank sends too much: "),
+    (4, one_more(2), "attention has no argument causal"),
 ]
 
 
