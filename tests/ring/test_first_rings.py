@@ -101,6 +101,13 @@ def test_gradients(ranks, world_size, ring, sizes, dtype):
     assert_gradients(ranks, world_size, *sizes, dtype, ring=ring)
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_second_derivative_is_refused():
+    q = torch.ones(1, 1, 2, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a ring can be differentiated once"):
+        torch.autograd.grad(backward.ring_attention(q, q, q).sum(), q, create_graph=True)
+
+
 def test_a_row_that_saw_no_key_has_no_gradient():
     q, v = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
     k = torch.tensor([[[[1.0, 1.0], [1.0, 0.0]]]])
