@@ -89,7 +89,6 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
     ),
     "no sum": ([(SUM, "")], "gradients_not_reduced"),
     "two sums": ([(SUM, f"{SUM}{SUM}")], "gradients_times_p"),
-    "DDP's mean": ([(SUM, ""), (WRAPPED, DDP)], "gradients_over_p"),
     "one weight is not summed": (
         [(SUM, SUM.replace("        dist", "        if weight.dim() == 2:\n            dist"))],
         "gradients_not_reduced; 3 of 12 weights",
@@ -515,12 +514,14 @@ def test_clipping_of_right_gradients_is_told(norms, after, says, tmp_path):
 
 
 def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):
-    one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"]) for name in ("one", "many"))
-    one.ranks[0]["steps"][0]["left"] = ["other", "weight"]
-    assert "No optimizer used the gradients of other: not compared" in str(compare(one, many, None, 1))
-    one.ranks[0]["steps"][0]["later"] = ["other"]
-    with pytest.raises(CannotExamine, match=r"but the optimizer of other made no step until then; expected --steps 2"):
-        compare(one, many, None, 1)
+    """A gradient is left to it in one step of two; then in both."""
+    one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"], steps=2) for name in ("one", "many"))
+    steps = one.ranks[0]["steps"]
+    steps[0] = steps[0] | {"left": ["other", "weight"], "later": ["other"]}
+    assert "No optimizer used the gradients of other: not compared" in str(compare(one, many, None, 2))
+    steps[1] = steps[0]
+    with pytest.raises(CannotExamine, match=r"but the optimizer of other made no step until then; expected --steps 3"):
+        compare(one, many, None, 2)
 
 
 COARSE = {0.019: "", 0.021: "Mistakes may hide: in float64, rounding may change a gradient by 5%", 0.19: "by 48%"}
@@ -574,8 +575,8 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     assert recorder.plain("_orig_mod.module.0._checkpoint_wrapped_module.submodule.wq") == "0.submodule.wq"
     seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     monkeypatch.setattr(gc, "get_objects", lambda: [body, head])  # among a million others it takes seconds
-    seen.call(body, lambda *_: torch.ones(1), (), {})
-    assert not seen.parts[-1]["sums"]  # of a loss, which is a shard's
+    seen.call(body, lambda *_: torch.ones(1), (torch.ones(2, dtype=torch.int32),), {})
+    assert [[*seen.parts[-1][key]] for key in ("sums", "whole_numbers")] == [[], ["Linear.input"]]  # a loss: no sum
     head(body(torch.ones(2))).sum().backward()
     seen.passes, seen.backwards = [recorder.fresh()], 1
     optimizers = [torch.optim.SGD(x.parameters()) for x in (body, head)]
@@ -598,13 +599,17 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_
     assert torch.equal(torch.load(tmp_path / "before-1-0.weight-0.pt"), right)
     assert seen.steps[1]["later"] == ["1.weight", "1.bias"]
     seen.passes = [recorder.fresh()]
-    for norm in (1.0, 2.0):
-        seen.clip(lambda *_, norm=norm, **__: torch.tensor(norm), body.parameters(), (), {"max_norm": 1.0})
+    for norm, most in ((3.0, math.inf), (1.0, 1.0), (2.0, 1.0)):  # the first only measures
+        seen.clip(lambda *_, norm=norm, **__: torch.tensor(norm), body.parameters(), (), {"max_norm": most})
     optimizers[0].zero_grad()  # after clipping
     monkeypatch.setattr(seen, "end", lambda: None)
     seen.step(optimizers[0])
     assert not torch.load(tmp_path / "gradient-2-0.weight-0.pt").any()
     assert seen.steps[2]["norm"] == 1
+    seen.passes = [recorder.fresh()]
+    with mock.patch.dict(seen.step.__globals__, STEPS=0):  # of a function, whose calls are its steps
+        seen.step(optimizers[0])
+    assert len(seen.steps) == 3
     monkeypatch.setattr(seen, "place", lambda: (1, 2))
     for size, at in ((2, "is_shard"), (2, "is_replicate"), (1, "is_shard")):  # as DTensors, on all ranks or not
         mesh = SimpleNamespace(size=lambda size=size: size, device_type="cpu")
@@ -625,7 +630,7 @@ def test_weights_are_moved_once_by_a_unit_and_all_messages_are_seen(monkeypatch)
     monkeypatch.setitem(sys.modules, "ring_doctor_recorder", SimpleNamespace(local=lambda x: x))
     monkeypatch.setenv("RING_DOCTOR_MOVE", "bfloat16")
     watching, model = runpy.run_path(str(ROOT / "ring_doctor/jobs/watching.py")), torch.nn.Linear(9, 9)
-    before = model.weight.detach().clone()
+    before, model.steps = model.weight.detach().clone(), torch.nn.Parameter(torch.ones(1).long(), requires_grad=False)
     for _ in range(2):
         watching["move"](torch, model)
     moved = model.weight / before - 1
