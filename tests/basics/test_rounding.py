@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlab.basics.blockwise_attention import attend_tile, blockwise_attention
+from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.basics.online_softmax import finish, start
 from ringlab.ring.backward import block_backward
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
@@ -36,32 +35,14 @@ def inputs(B, H, G, S, D, dtype, seed, kind="normal"):
     return [x.to(dtype) for x in four]
 
 
-def plain_ring(q, k, v, d_out, *, causal, P):
-    """Out, lse and the gradients of P chunks, block by block, in float32 at least until they are stored."""
+def plain(q, k, v, d_out, *, causal):
+    """Out, the gradients and lse by plain code, in float32 at least until they are stored."""
     G, scale = k.shape[1], q.shape[3] ** -0.5
     k, v = (x.repeat_interleave(q.shape[1] // G, dim=1) for x in (k, v))
-    rows = [at.tolist() for at in torch.arange(q.shape[2]).tensor_split(P)]
-    results = []  # (out, lse) of each chunk
-    for i in range(P):
-        state = start(q[:, :, rows[i]])
-        for j in [(i - t) % P for t in range(P)]:
-            if j <= i or not causal:
-                block = q[:, :, rows[i]], k[:, :, rows[j]], v[:, :, rows[j]]
-                future = torch.ones(len(rows[i]), len(rows[j]), dtype=torch.bool).triu(1) if causal and i == j else None
-                state = attend_tile(state, *block, scale=scale, future=future)
-        results.append(finish(state))
-    out, lse = (torch.cat(each, dim=2) for each in zip(*results, strict=True))
-    out = out.to(q.dtype)
+    out, lse = blockwise_attention(q, k, v, block_size=3, causal=causal)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
-    for i in range(P):
-        for j in range(i + 1 if causal else P):
-            block = q[:, :, rows[i]], k[:, :, rows[j]], v[:, :, rows[j]], d_out[:, :, rows[i]]
-            d = block_backward(*block, lse[:, :, rows[i]], delta[:, :, rows[i]], scale, causal=causal and i == j)
-            d_q[:, :, rows[i]] += d[0]
-            d_k[:, :, rows[j]] += d[1]
-            d_v[:, :, rows[j]] += d[2]
-    d_k, d_v = (x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
+    d_q, *d_kv = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
+    d_k, d_v = (x.unflatten(1, (G, -1)).sum(dim=2) for x in d_kv)
     results = (out, *(x.to(q.dtype) for x in (d_q, d_k, d_v)))
     return dict(zip(NAMES, results, strict=True)) | {"lse": lse}
 
@@ -145,12 +126,10 @@ def test_right_answers_are_within_the_bound(data):
     dtype, causal = data.draw(st.sampled_from(DTYPES), label="dtype"), data.draw(st.booleans(), label="causal")
     four = inputs(B, G * repeat, G, S, D, dtype, data.draw(SEEDS, label="seed"), data.draw(KINDS, label="kind"))
     rights = exact_attention(*four, causal=causal)
-    assert_all_right(plain_ring(*four, causal=causal, P=P), rights)
+    assert_all_right(plain(*four, causal=causal), rights)
     q, k, v, _ = four
     k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     assert_all_right({"out": naive_attention(q, k, v, causal=causal)}, rights)
-    out, lse = blockwise_attention(q, k, v, block_size=3, causal=causal)
-    assert_all_right({"out": out, "lse": lse}, rights)
     assert_all_right(torchs(*four, causal=causal), exact_attention(*four, causal=causal, fused_blocks=1))
     assert_all_right(fused_ring(*four, causal=causal, P=P), exact_attention(*four, causal=causal, fused_blocks=P))
 
@@ -171,7 +150,7 @@ def test_right_answers_need_more_than_an_eighth_of_what_is_allowed(dtype):
     four[0] *= 4
     wide = dtype == torch.float32
     rights = exact_attention(*four, fused_blocks=0 if wide else 1)
-    results = plain_ring(*four, causal=False, P=1) if wide else torchs(*four)
+    results = plain(*four, causal=False) if wide else torchs(*four)
     for name, x in results.items():
         assert 0.125 < used(rights[name], x).max() <= 1, name
 

@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor import __main__ as doctor
 from tests.attention import assert_four, expected_of_inputs, gradients, grouped_inputs
 from tests.commands import ROOT, TORCHRUN, run
-from tests.doctor.examined import on_these
 from tests.rings import messages_of_ring
 
 FILE = ROOT / "trainable_ring.py"
@@ -198,10 +196,3 @@ def test_torchrun_starts_it(copied):
 def test_without_torchrun_it_says_what_starts_it():
     with pytest.raises(SystemExit, match=r"^start it with torchrun --nproc_per_node=4 trainable_ring.py$"):
         runpy.run_path(str(FILE), run_name="__main__")
-
-
-@pytest.mark.slow
-def test_the_doctor_finds_it_healthy(ranks, capsys):
-    with on_these(ranks):
-        assert doctor.main(["trainable_ring:ring_attention", "--quick"]) == 0
-    assert capsys.readouterr().out.startswith("HEALTHY: trainable_ring:ring_attention")

@@ -31,7 +31,6 @@ from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support import exchange
 from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
-from ringlab.support.rounding import exact_attention
 from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone, count
 from ringlab.ways.heads import heads_of_ranks
@@ -407,20 +406,7 @@ def test_every_head_once_and_as_evenly_as_can_be(kv_heads, served, data):
             assert (need.start, need.stop) == (rank * kv_heads // P, rank * kv_heads // P + 1)
 
 
-# Rows that see no key, and numbers that are NaN -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("causal", "layout", "rank"), [(False, "contiguous", 0), (True, "zigzag", 1)])
-def test_a_block_that_nobody_sees(ranks, causal, layout, rank):
-    """The scores of one rank's keys are -inf in float32. In float64 their weights are 0 beside those of other keys."""
-    q, k, v, d_out = grouped_inputs(1, 4, 2, 24, 4)
-    k[:, :, positions(layout, 24, rank, 3)] = -3e38
-    q = q.abs() + 1
-    per_rank = ranks(3, ring_gradients, q, k, v, d_out, {"causal": causal, "layout": layout})
-    mine = whole(per_rank, layout)
-    visible = torch.ones(24, 24, dtype=torch.bool).index_fill(1, positions(layout, 24, rank, 3), False)
-    right = exact_attention(q, k, v, d_out, causal=causal, visible=visible, fused_blocks=3)
-    assert_four(mine, [right[name] for name in NAMES])
+# Numbers that are NaN -------------------------------------------------------------------------------------------------
 
 
 SEEN, HEAD, TOKEN = slice(0, 11), 1, 10  # keys that query 10 sees; query head 1 uses K/V head 0, K/V head 1 serves 2, 3
