@@ -31,10 +31,10 @@ from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_s
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.states.linear_attention import recurrence
 from ringlab.states.short_convolution import short_convolution
+from ringlab.support.extras import install
 from ringlab.support.processes import launch
 from tests.mistakes import assert_refused
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--seq-len=24", "--layers=2", "--linear=1", "--hidden=16", "--heads=4", "--kv-heads=2"]
 SMALL += ["--batch=4", "--save-every=2"]
 
@@ -178,6 +178,8 @@ def test_every_option_arrives(ranks, tmp_path, data, unbroken):
             assert (precisions, peak) == ([(torch.bfloat16, torch.float32)], torch.bfloat16)
             assert progress == (before, steps, 4 * 24, flops, 1e9)
             assert ("\nstep      4 x 24 tokens, 2 x 12 on a rank\n" in said) == (rank == 0)
+            curve = f"the curve needs matplotlib: {install('plots')}; its numbers are {tmp_path}/loss.jsonl\n"
+            assert said.endswith(f"done      {steps} steps; {curve}") == (rank == 0)
     torch.testing.assert_close(losses(tmp_path), unbroken[:4], rtol=0.02, atol=0)
     assert not torch.equal(losses(tmp_path), unbroken[:4])
 
