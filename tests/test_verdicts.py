@@ -36,12 +36,6 @@ def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name, ra
     check_shown(textwrap.dedent(shown), printed)
 
 
-@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/pages/test_pages.py
-def test_a_docstring_has_every_part(name):
-    text = importlib.import_module(name).__doc__
-    assert [part for part in ("Shapes: ", "Before: ", "After: ", "Source: ") if part not in text] == []
-
-
 def dropped(tree):
     """What main reports or compares and drops: its exit status must be made of every verdict, by `ok &= ...`."""
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")

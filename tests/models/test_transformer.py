@@ -245,11 +245,6 @@ def test_sizes_that_do_not_fit(sizes, said):
         Config(**sizes)
 
 
-def test_text_that_the_layout_cannot_share_out():
-    with pytest.raises(ValueError, match="24 tokens in the zigzag layout on 5 ranks; expected a multiple of 10"):
-        shard_text(text(), "zigzag", 0, 5)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_token_has_the_label_after_it(layout):
     whole = torch.arange(S + 1)[None]  # the token is its own position

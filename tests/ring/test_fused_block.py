@@ -201,7 +201,6 @@ UNTRIED, NO_KERNEL = "no fused CUDA kernel was tried", "PyTorch takes no fused C
         ({"heads": 2**15 - 1}, "cuda cudnn", TAKEN),
         ({"heads": 2**15}, "plain", UNTRIED),  # of two sequences
         ({"S": (4096, 4096), "D": 56}, "cuda flash", AGAIN),
-        ({"D": 60}, "plain", UNTRIED),
         ({"S": (1, 4096)}, "cuda flash", AGAIN),  # a new token
         ({"S": (128, 1)}, "cuda flash", AGAIN),
         ({"S": (576, 1152)}, "cuda flash", AGAIN),  # S = 9,216 on 8 ranks: 64 mod 128
