@@ -205,6 +205,9 @@ def test_what_a_function_of_states_is_given():
     patient = patient_of(in_zigzag, state=True)
     assert (patient.takes, patient.layouts) == ({"log_decay", "layout"}, ("contiguous", "zigzag"))
     assert isinstance(patient_of(ring_short_convolution, state=True).function, Convolution)
+    for function in (in_zigzag, ring_latent_attention):  # what is claimed goes before what is usual
+        asked = patient_of(function, state=function is in_zigzag, grouped=True, dtypes="bfloat16")
+        assert (asked.grouped, asked.dtypes, bool(asked.state)) == (True, ("bfloat16",), True)
     assert {"g", "decay", "log_decay", "beta"} <= set(OPTION)
 
 
