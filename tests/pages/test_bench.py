@@ -178,6 +178,13 @@ def test_several_benches_are_processes_and_one_that_fails_is_told(monkeypatch, c
     with pytest.raises(SystemExit):
         command.main()
     assert f"speed is no bench; expected one of {', '.join(BENCHES)}" in capsys.readouterr().err
+    alone = mock.Mock(**{"heading.return_value": "when", "tables.return_value": ["table"]})
+    monkeypatch.setitem(BENCHES, "memory", alone)
+    monkeypatch.setattr(sys, "argv", ["bench", "memory"])
+    with mock.patch.multiple(command, record=alone, pages=alone):
+        assert command.main() == 0
+    assert alone.mock_calls[-2:] == [mock.call.save("memory", alone.run.return_value), mock.call.write()]
+    assert capsys.readouterr().out == "# memory\n\nwhen\n\ntable\n"
 
 
 def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatch, capsys):

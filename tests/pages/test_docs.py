@@ -285,8 +285,9 @@ def test_the_doctor_finds_the_step_of_the_page_healthy(tmp_path):
     file = tmp_path / "step_of_the_page.py"
     home = "from tests.pages.test_docs import Model\n"
     file.write_text(f"{home}{STEP}\ndef build_model():\n    return Model(attention)\n")
-    found = examine_model(f"{file}:step", layout="zigzag", vocab=WORDS)
+    found = examine_model(f"{file}:step", layout="zigzag", vocab=WORDS, progress=(ran := []).append)
     assert str(found).startswith("HEALTHY")
+    assert ran == ["1 process", "1 process", "3 processes", "2 processes", "4 processes"]
     assert found.names == []
 
 
