@@ -1,6 +1,6 @@
-"""docs/: what the pages say is there is there, and their code does what they say.
+"""docs/: what the pages say is there is there, and a mistake that a page names has the symptom that the page gives it.
 
-The step of docs/your_model.md is run as it stands.
+The step of docs/your_model.md is run as it stands, and with a line spoiled.
 """
 
 import math
@@ -111,6 +111,23 @@ def test_a_command_of_the_pages_is_one(line, monkeypatch):
 # The step of docs/your_model.md -------------------------------------------------------------------------------------
 
 STEP = re.findall(r"^```python\n(.*?)^```", MODEL, re.M | re.S)[0]
+SPOILED = {  # the number of the line of the checklist: what is in the step, and what is there when it is forgotten
+    1: (
+        "labels = labels[:, at]",
+        "labels = text[:, at].roll(-1, dims=1) if P > 1 and targets is None else labels[:, at]",
+    ),
+    2: ("text[:, at], at)", "text[:, at], torch.arange(len(at)))"),
+    4: ("q, k = rotary(q, at), rotary(k, at)", "q, k = (rotary(rotary(x, at), at) for x in (q, k))"),
+    10: ("dist.all_reduce(count)", "pass"),
+    11: ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad.div_(P))"),
+    12: ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad.mul_(P))"),
+    13: ("dist.all_reduce(weight.grad)", "pass"),
+    14: ("return loss, {", "return loss * P, {"),
+    15: ("return loss, {", "return loss / P, {"),
+    16: ("dist.all_reduce(loss := loss.detach())", "loss = loss.detach()"),
+}
+FACTORS = {"P": lambda P: P, "1/P": lambda P: 1 / P}
+LINES = {int(row[0]): row for row in cells(MODEL) if row[0].isdecimal()}
 WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
 
 
@@ -171,6 +188,12 @@ def the_step(text, *, targets=None, code=STEP, wrap=None):
     if targets is not None:
         targets = torch.where(targets < 0, targets, targets % WORDS)
     return names["step"](text, targets=targets)
+
+
+def spoiled(line):
+    old, new = SPOILED[line]
+    assert old in STEP
+    return STEP.replace(old, new)
 
 
 def on_rank(context, code, wrap=None):
@@ -278,6 +301,22 @@ def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(ranks, wrap)
     for _, divided in ranks(P, on_rank, without_sum, wrap):
         torch.testing.assert_close(divided, exact()[1] / P)
     assert f"(measured on {P} ranks: {1 / P:.4f})" in MODEL
+
+
+@pytest.mark.parametrize("line", SPOILED)
+def test_a_line_that_is_forgotten_has_the_symptom_of_the_page(ranks, line):
+    P, said, (loss, gradients) = 3, LINES[line][2], exact()
+    for mine, of_weights in ranks(P, on_rank, spoiled(line)):
+        factors = {what: FACTORS[factor](P) for what, factor in re.findall(r"(loss|gradients) × (1/P|P)", said)}
+        if factors:
+            torch.testing.assert_close(mine, loss * factors.get("loss", 1))
+            torch.testing.assert_close(of_weights, gradients * factors.get("gradients", 1))
+        elif said.startswith("another loss"):
+            assert abs(mine / loss - 1) > 1e-6  # rounding: 1e-15
+        else:
+            assert said.startswith("other gradients on each rank")
+            assert (of_weights - gradients).norm() > 0.1 * gradients.norm()
+            torch.testing.assert_close(mine, loss)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Every wrong thing that the tests need, in one folder: rings, steps of models, answers, schedules.
 
 file                    what is wrong                                                   who reads it
-sick_rings.py           what a sick ring is; rings with mistakes                        doctor/: examined.py, two more
+sick_rings.py           rings with mistakes, which one kind of question sees            doctor/test_questions.py
 odd_patients.py         rings that hang, crash, refuse, change their input              doctor/: most files
 job.py                  a right training script, whose lines a test spoils              doctor/test_running_jobs.py
 sick_models.py          steps of a whole model                                          doctor/test_whole_model.py
