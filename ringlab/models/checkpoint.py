@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from ringlab.models.loader import LOCK
 from ringlab.support.agreement import agree, agree_same
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
@@ -49,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises ValueError on every rank when one cannot write the folder or sees another, or when another run is in it. The
     system ends the lock with the process, even with one that is killed: none is left behind.
     """
-    lock, me = folder / "lock", f"process {os.getpid()} on {socket.gethostname()}"
+    lock, me = folder / LOCK, f"process {os.getpid()} on {socket.gethostname()}"
     with ExitStack() as stack:
 
         def take() -> str:
@@ -201,9 +202,10 @@ class Checkpoints:
         return self._all(lambda: work() if dist.get_rank() == 0 else None)[0]
 
     def kept(self) -> str:
-        """Which checkpoint is left, in words."""
-        last = last_checkpoint(self.folder)
+        """Which checkpoints are left, in words: the weights of the last may be the cause of what has ended the run."""
+        last, before, *_ = *finished(self.folder), None, None
         whole = f"the last whole checkpoint is {last}, where --resume goes on"
+        whole += f" (delete it to go on from {before})" if before else ""
         return whole if last else "there is no earlier checkpoint"
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, list[float], list[str]]:

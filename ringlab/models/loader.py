@@ -25,7 +25,8 @@ from torch import Tensor
 from ringlab.ring.layouts import positions
 from ringlab.support.expect import expect
 
-SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder
+SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder, in any case
+LOCK, LOG = "lock", "loss.jsonl"  # of a run: its log stands beside its lock, and is no text to learn
 
 
 def moves_of_rings() -> bytes:
@@ -43,7 +44,7 @@ def bytes_of(path: Path) -> np.ndarray:
 
     Raises ValueError when a line of .jsonl is not an object with a "text", and OSError.
     """
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return np.memmap(path, np.uint8, "r")
     texts = []
     with path.open("rb") as file:
@@ -51,21 +52,33 @@ def bytes_of(path: Path) -> np.ndarray:
             try:
                 texts.append(json.loads(line)["text"].encode() + b"\n")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise ValueError(f'{path}, line {number}: expected an object like {{"text": "some words"}}') from None
+                at = f"{path}, line {number}{'' if line.strip() else ' is empty'}"
+                raise ValueError(f'{at}: expected an object like {{"text": "some words"}}') from None
     return np.frombuffer(b"".join(texts), np.uint8)
 
 
-def open_text(path: Path | None) -> np.ndarray:
-    """The bytes of a file, on disk; or of all text files of a folder, joined in memory; or else `moves_of_rings`.
+def text_files(folder: Path) -> list[Path]:
+    """The text files of a folder and of those in it, by name: no empty ones, no log of a run, no hidden names.
 
-    Raises ValueError when there is no such file, none that can be read, or no byte in it.
+    Raises OSError when one cannot be read, as a link that leads nowhere.
+    """
+    named = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+    shown = (p for p in named if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    texts = (p for p in shown if p.name != LOG or not p.with_name(LOCK).exists())
+    return [p for p in texts if p.stat().st_size and p.is_file()]
+
+
+def open_text(path: Path | None) -> np.ndarray:
+    """The bytes of a file, on disk; or of the `text_files` of a folder, joined in memory; or else `moves_of_rings`.
+
+    Raises ValueError when there is no such file, one that cannot be read, or no byte in it.
     """
     if path is None:
         return np.frombuffer(moves_of_rings(), np.uint8)
     try:
         expect(path.exists(), f"{path} does not exist", "a text file, or a folder of them")
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
-        parts = [bytes_of(file) for file in files if file.is_file() and file.stat().st_size]
+        files = text_files(path) if path.is_dir() else [path] if path.stat().st_size else []
+        parts = [bytes_of(file) for file in files]
     except OSError as error:
         raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
     expect(parts, f"{path} holds no text", f"a file with bytes in it, or {', '.join(SUFFIXES)} files")

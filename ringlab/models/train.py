@@ -47,7 +47,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
-from ringlab.models.loader import open_text, read_batch
+from ringlab.models.loader import LOG, open_text, read_batch, text_files
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
 from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
 from ringlab.options import Parser, positive
@@ -61,7 +61,7 @@ from ringlab.support.processes import RankContext, join_ring
 from ringlab.support.timeline import laps
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
-SHOWN_EVERY, LOG = 10, "loss.jsonl"  # steps; the losses so far
+SHOWN_EVERY = 10  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = ("layers", "linear", "hidden", "heads", "kv_heads")  # of the model, that are options
 
@@ -150,7 +150,8 @@ def _train(
     progress = Progress(start, args.steps, *of_a_step, peak)
     say(model_and_mesh(args, model, dp, cp))
     say(f"step      {args.batch} x {args.seq_len} tokens, {args.batch // dp} x {args.seq_len // cp} on a rank")
-    say(f"data      {os.path.relpath(args.data) if args.data else 'the moves of rings'}, {len(text):,} bytes")
+    files = f", {len(text_files(args.data)):,} file(s)" if args.data and args.data.is_dir() else ""
+    say(f"data      {os.path.relpath(args.data) if args.data else 'the moves of rings'}{files}, {len(text):,} bytes")
     say(f"machine   {context.why}; matrix products reach {peak / 1e9:.0f} GFLOP/s, all ranks together")
 
     places = [(mesh[name].get_local_rank(), mesh[name].size()) for name in ("dp", "cp")]

@@ -95,6 +95,7 @@ def damaged_and_its_name_taken(run):
 GOOD = b'{"text": "' + b"the keys and values go round the ring. " * 10 + b'", "id": 7}'
 BAD_LINES = {
     "no JSON": b"the keys",
+    "empty": b"",
     "a list": b'["text"]',
     "no text": b'{"txt": "words"}',
     "a text that is null": b'{"text": null}',
@@ -102,7 +103,8 @@ BAD_LINES = {
     "a lone surrogate": b'{"text": "\\ud800"}',
 }
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
-NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")
+GOES_ON = f"run/{NEWEST}, where --resume goes on (delete it to go on from run/{OLDER})"
+NOT_WRITTEN = ("step-00000005 could not be written", GOES_ON)
 BOTH_DAMAGED = ("no whole checkpoint in its place", NEWEST, OLDER, NO_LIST, "another --out")
 TAKEN = (f"SHA256SUMS {NO_FILE}; move it away, run/{NEWEST}.damaged cannot be made",)
 WAYS = {
@@ -170,8 +172,12 @@ def small(tmp_path):
     return folder
 
 
-def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
-    options = [*SMALL, "--data", str(whole / "text.txt"), "--steps", "3"]
+def test_a_plain_command_trains_on_one_process(command, tmp_path):
+    """Its data are a folder, in which an earlier run has left its log."""
+    (tmp_path / "run").mkdir()
+    for name in ("a.txt", "b.md", "run/lock", "run/loss.jsonl"):
+        (tmp_path / name).write_text("the keys go round the ring,\n")
+    options = [*SMALL, "--data", str(tmp_path), "--steps", "3"]
     status, stdout, stderr = command(tmp_path, options, None)
     assert (status, stderr) == (0, "")
     lines = stdout.splitlines()
@@ -179,7 +185,7 @@ def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
         "model     2 layers, 1 of 2 linear, hidden 16, 4 heads on 2, 14,940 parameters, fp32",
         "mesh      dp 1 x cp 1, zigzag layout",
         "step      4 x 24 tokens, 4 x 24 on a rank",
-        f"data      {os.path.relpath(whole / 'text.txt', tmp_path)}, 1,170 bytes",
+        "data      ., 2 file(s), 56 bytes",
     ]
     assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU [^,]+, [\d,]+ MB a rank", lines[-2])
     assert lines[-1].startswith("done      3 steps; the curve is ")
@@ -217,7 +223,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "text.jsonl"
     for line in BAD_LINES.values():
         path.write_bytes(b"\n".join((GOOD, line, GOOD)))
-        with pytest.raises(ValueError, match=r"text\.jsonl, line 2: expected an object"):
+        with pytest.raises(ValueError, match=rf"text\.jsonl, line 2{'' if line else ' is empty'}: expected an object"):
             bytes_of(path)
 
 

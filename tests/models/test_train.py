@@ -203,13 +203,20 @@ def test_peak_memory_is_in_bytes(monkeypatch, platform, size):
 
 
 def test_every_text_file_of_a_folder_is_read_in_the_order_of_names(tmp_path):
-    """Of a .jsonl file its texts."""
+    """Of a .jsonl file its texts. Neither what is hidden nor the log of an earlier run, which has a lock."""
     lines = [{"text": "keys"}, {"id": 3, "text": "⊗ two\u2028lines\n"}, {"text": ""}]
     texts = {"e.rst": "0", "a.py": "1", "d.txt": "2", "c.md": "3", "f.bin": "5"}
-    texts["b.jsonl"] = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    texts["b.JSONL"] = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    texts |= {".venv/lib/a.py": "6", "c/.txt.txt": "7", "c/loss.jsonl": '{"text": "8"}', "G.TXT": "9"}
+    texts |= {"run/lock": "process 7", "run/loss.jsonl": '{"step": 1, "loss": 2.5}\n'}
+    folder = tmp_path / ".below"  # that it is hidden itself is no reason
     for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    assert bytes(open_text(tmp_path)) == "1keys\n⊗ two\u2028lines\n\n\n320".encode()
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    assert bytes(open_text(folder)) == "91keys\n⊗ two\u2028lines\n\n\n8\n320".encode()
+    (folder / "z.txt").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"z\.txt cannot be read: No such file"):
+        open_text(folder)
 
 
 def test_a_step_reads_what_it_read_in_every_version():
