@@ -31,7 +31,6 @@ from ringlab.models import train
 from ringlab.ring.layouts import rotary
 from ringlab.support import processes
 from ringlab.support.rounding import exact_attention
-from ringlab.ways.hybrid import Hybrid
 from tests.attention import assert_right
 from tests.commands import LIMIT, ROOT
 
@@ -44,7 +43,6 @@ FORWARD = re.findall(r"^```python\n(.*?)^```", PAGES["use"], re.M | re.S)[0]
 
 def snippet_on_rank(context):
     """What the snippet had on this rank, which has joined already."""
-    torch.manual_seed(context.rank)
     with mock.patch.object(processes, "join_ring", return_value=nullcontext(context)):
         exec(FORWARD, names := {})
     return [names[name] for name in ("q", "k", "v", "out")]
@@ -215,7 +213,7 @@ def blocks_of(page, words):
 
 def joint_on_rank(context, code, parts, right):
     names = dict(zip(("q_text", "q_image", "k_text", "k_image", "v_text", "v_image"), parts, strict=True))
-    names |= {"torch": torch, "rank": context.rank, "P": context.world_size}
+    names |= {"rank": context.rank, "P": context.world_size}
     exec(code, names)
     mine = ringlab.shard(right, "contiguous", context.rank, context.world_size)
     torch.testing.assert_close(names["out"], mine)
@@ -237,8 +235,7 @@ def mesh_on_rank(context, code, shape, whole, right):
     *mine, out = (
         ringlab.shard(x.chunk(shape[2], dim=1)[tp], "contiguous", chunk, shape[0] * shape[1]) for x in (*whole, right)
     )
-    names = dict(zip("qkv", mine, strict=True), init_device_mesh=dist.init_device_mesh, Hybrid=Hybrid)
-    names["ring_flash_attention"] = ringlab.ring_flash_attention
+    names = dict(zip("qkv", mine, strict=True))
     exec(code.replace("(2, 4, 4)", str(shape)).replace('"cuda"', '"cpu"'), names)
     torch.testing.assert_close(names["out"], out)
 
