@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -69,17 +70,19 @@ def run(args: argparse.Namespace) -> int:
         find_project(Path.cwd())
         with telling() as tell:
             said, report, picture = examination(args, tell)
-    except CannotExamine as error:
-        level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: {error}"
-    except ValueError as error:
-        print(f"ring-doctor: {error}", file=sys.stderr)
-        return BAD_INPUT
-    else:
         level = said["level"]
         if args.json:
             args.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         if args.html:
             args.html.write_text(page(said, report, picture), encoding="utf-8")
+    except CannotExamine as error:
+        level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: {error}"
+    except ValueError as error:
+        print(f"ring-doctor: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except Exception:  # Python's status of an error, 1, is that of SICK
+        traceback.print_exc()
+        level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: the doctor itself failed, by the error above"
     try:
         print(report, flush=True)
     except BrokenPipeError:  # `| head` has read enough
@@ -119,8 +122,7 @@ def of_model(args: argparse.Namespace, tell: Tell) -> Told:
 
 def of_jobs(args: argparse.Namespace, tell: Tell) -> Told:
     """The examination of two commands. Raises CannotExamine."""
-    how = {"steps": args.steps, "exact": args.exact, "seconds": args.time_limit}
-    found = examine_job(args.one, args.many, **how, progress=tell)
+    found = examine_job(args.one, args.many, steps=args.steps, exact=args.exact, seconds=args.time_limit, progress=tell)
     return found.as_json(), str(found), ""
 
 

@@ -142,10 +142,9 @@ def _compared(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> G
         owners = [rank for rank, of in enumerate(many.ranks) if other in of["steps"][step]["owned"]] or range(P)
         given = [many.tensor(kind, step, other, rank) for rank in owners]
         parts = {r: torch.zeros_like(right) if x is None else x for r, x in zip(owners, given, strict=True)}
-        for part in parts.values():
-            if part.shape != right.shape:
-                said = f"{name} has shape {tuple(part.shape)} in the second job and {tuple(right.shape)} in the first"
-                raise CannotExamine(f"{said}; expected one model, whole on each rank or in DTensors")
+        if others := [tuple(x.shape) for x in parts.values() if x.shape != right.shape]:
+            said = f"{name} has shape {others[0]} in the second job and {tuple(right.shape)} in the first"
+            raise CannotExamine(f"{said}; expected one model, whole on each rank or in DTensors")
         off, allowed = {rank: distance(x, right, floors[name]) for rank, x in parts.items()}, found.allowed[name]
         some = [rank for rank, part in parts.items() if part.any() or not many.ranks[0]["steps"][step]["sizes"]]
         if some and all(off[rank] <= allowed for rank in some):  # the other ranks may get the new weight

@@ -44,6 +44,7 @@ for file in "$2"/pid-*; do
 done
 case $killed${home##*/} in 1ring-doctor-????????) rm -rf "$home"; esac"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
+OTHERS = 60.0  # seconds, or a tenth of the limit, that ranks may need after the first has made its step
 TAIL = 8  # lines of a job's output, or of an error's begin and end
 
 
@@ -82,15 +83,14 @@ def run_job(
 
     Raises CannotExamine when a process fails, when no optimizer of torch.optim makes a step, or after `seconds`.
     """
-    folder.mkdir()
-    (start := folder / "start").mkdir()
+    (start := folder / "start").mkdir(parents=True)
     (start / "sitecustomize.py").write_text(STARTER, encoding="utf-8")
     for name in ("recorder", "watching"):
         shutil.copy(Path(__file__).with_name(f"{name}.py"), start / f"ring_doctor_{name}.py")
     paths = [str(start), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": str(steps)}
     own |= {"RING_DOCTOR_MOVE": move, "PYTHONPATH": os.pathsep.join(paths)}
-    began, output = time.monotonic(), folder / "output"
+    began, output, alone = time.monotonic(), folder / "output", 0.0
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, shell=True, env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -102,8 +102,9 @@ def run_job(
             while process.poll() is None and not _all_wrote(folder):
                 passed = time.monotonic() - began
                 tell(f"{passed:.0f} s: {command}")
-                if passed > seconds:
-                    raise failed_job(f"had not ended after {seconds:g} s: {_who_waits(folder, steps)}", command, folder)
+                alone = alone if any(folder.glob("seen-*-of-*.pt")) else passed
+                if passed > (limit := min(seconds, alone + max(OTHERS, seconds / 10))):
+                    raise failed_job(f"had not ended after {limit:.3g} s: {_who_waits(folder, steps)}", command, folder)
                 time.sleep(0.05)
             (folder / "end").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,8 +127,8 @@ def _who_waits(folder: Path, steps: int) -> str:
     if not list(folder.glob("pid-*")):
         return "no process of Python that reads PYTHONPATH was seen (python -I and -E do not)"
     if wrote := sorted(int(file.stem.split("-")[1]) for file in folder.glob("seen-*-of-*.pt")):
-        return f"only rank {', '.join(map(str, wrote))} had made step {steps}"
-    return f"no process had made step {steps} of an optimizer of torch.optim after a backward pass"
+        return f"only rank {', '.join(map(str, wrote))} had made step {steps}; expected optimizer.step() on each rank"
+    return f"no process had made step {steps} of an optimizer of torch.optim after a call of .backward()"
 
 
 def failed_job(how: str, command: str, folder: Path) -> CannotExamine:

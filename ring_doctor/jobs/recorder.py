@@ -193,15 +193,13 @@ class Recorder:
         known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
         left = [name for name, x in named if x.grad is not None]  # others that have a gradient
         later = [name for name, x in named if id(x) in known]  # those of optimizers that have made no step
-        owned = [name for name, x in self.named if id(x) in self.read]
-        self.whose = {"owned": owned, "left": left, "later": later}
+        self.whose = {"owned": [name for name, x in self.named if id(x) in self.read], "left": left, "later": later}
         if not set(left).intersection(later):
             self.end_step()
 
     def of_optimizers(self, others: list[Any]) -> list[Any]:
         """The weights of all optimizers, in the order in which these were made, then other ones."""
-        alive = [each for reference in self.optimizers if (each := reference())]
-        own = [weight for each in alive for group in each.param_groups for weight in group["params"]]
+        own = [w for at in self.optimizers if (one := at()) for group in one.param_groups for w in group["params"]]
         return list({id(weight): weight for weight in [*own, *others]}.values())
 
     def end_read_step(self) -> None:

@@ -93,8 +93,7 @@ def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str], trusted: list[
         numbers, labels = one["whole_numbers"], torch.cat([torch.empty(0), *labels_of(one, trusted)]).long()
         again = [prime for n in range(len(numbers)) if keys[0] + (prime := "'" * n) in numbers]  # forward passes
         for prime, of_pass in zip(again, labels.chunk(len(again) or 1), strict=False):
-            tokens = numbers[keys[0] + prime].long()
-            tokens = tokens.reshape(-1, tokens.shape[-1])
+            tokens = torch.atleast_2d(numbers[keys[0] + prime].long()).flatten(0, -2)
             at = _as_rows(numbers.get(keys[1] + prime), tokens)
             rows += map(Row, tokens, at, _as_rows(of_pass, tokens, IGNORED))
     return rows
@@ -129,8 +128,7 @@ def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
     alike = len({str([row.tokens.tolist() for row in rows]) for rows in of_one}) == 1  # each rank has all of the batch
     text = [_marked(row) for rows in (of_one[:1] if alike else of_one) for row in rows]
     ranks = [_rows(of, step, keys, seen) for of in many.ranks]
-    P = len(many.ranks)
-    for cp in divisors(P):
+    for cp in divisors(len(many.ranks)):
         for tried in dict.fromkeys((*LAYOUTS, *filter(None, [layout]))) if cp > 1 else ("contiguous",):
             at = [[_find(row.tokens, text, tried, cp) for row in rows] for rows in ranks]
             if ranks[0] and all(place is not None for places in at for place in places):

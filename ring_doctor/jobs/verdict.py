@@ -177,10 +177,10 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
         times = ", ".join(sorted({f"{found.times[name]:.4g}" for name in wrong})[:FEW])
         return sick(some + ("" if "gradients_not_reduced" in names else f", × {times}"), *names)
     seen = told(whole) or _mean_of_means(one, many, step)
-    if not seen and all(found.multiples.values()):
+    none = [name for name in wrong if found.multiples[name] and not found.times[name]]
+    if not seen and not none and all(found.multiples.values()):
         times = ", ".join(sorted({f"{x:.4g}" for x in found.times.values()})[:FEW])
-        look = "look at what the loss is divided by, and at clipping"
-        return sick(f"every gradient is {times} times the right one: {look}")
+        return sick(f"every gradient is {times} times the right one: look at what divides the loss, and at clipping")
     if not seen and eps_of(narrow := dtypes_of(many)[0]) > eps_of(dtypes_of(one)[0]):
         raise CannotExamine(f"only the second job computes in {narrow}; expected the same dtypes, or autocast, in both")
     where = _first_module(one, many, whole, step, max(found.allowed.values()))
@@ -196,10 +196,14 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
     said = _located(one, many, found, step)
     if where:
         return sick(f"{where}; {said}")
-    met = (module for module, _ in reversed(one.ranks[0]["steps"][step]["modules"]))
-    first = [name for module in met for name in wrong if name.rpartition(".")[0] == module][:1]
-    said += f"; a backward pass meets {first[0]} first: look at the backward of what its output goes into" * len(first)
-    return sick(f"every module that was seen has the right output; {said}")
+    if none:
+        return sick(f"{_some(none)} has no gradient in the second job (is it frozen, or in no optimizer?); {said}")
+    modules = [module for module, _ in reversed(one.ranks[0]["steps"][step]["modules"])]
+    leaves = [at for at in modules if not any(name.startswith(f"{at}.") for name in modules)]
+    met = [name for module in leaves for name in wrong if name.rpartition(".")[0] == module]
+    for name in (met if wrong[1:] else wrong)[:1]:
+        said += f"; a backward pass meets {name} first: look at the backward of what uses it, and of what comes after"
+    return sick(f"{'every module that was seen has the right output' if modules else 'no module was seen'}; {said}")
 
 
 def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
@@ -213,8 +217,8 @@ def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
     units = ((dtype, eps_of(dtype)) for dtype in ("float32", "float16", "bfloat16"))
     casts = [dtype for dtype, eps in units if least < eps and eps / 16 < largest < 4 * eps]
     said += [f"rounding to {dtype} moves them as far: look for a cast" for dtype in casts[:1]]
-    lost = _lost(one, many, step)[:1]
-    return "; ".join(said + [f"the model gets no {key}, as that of the first job does" for key in lost])
+    said += [f"the model gets no {key}, as that of the first job does" for key in _lost(one, many, step)[:1]]
+    return "; ".join(said)
 
 
 def _lost(one: Job, many: Job, step: int) -> list[str]:

@@ -11,7 +11,6 @@ Before: recorder.py. After: job.py, which starts and ends the job; seen.py reads
 import atexit
 import functools
 import gc
-import importlib
 import importlib.util
 import inspect
 import itertools
@@ -51,8 +50,7 @@ def watch(torch: Any) -> None:
 
     notes = {"embedding": embedding, "cross_entropy": loss, "nll_loss": loss}
     for name in (*notes, "dropout", "scaled_dot_product_attention"):  # these two may draw random numbers
-        note = notes.get(name, lambda *_, **__: None)
-        around(torch.nn.functional, name, functools.partial(noted, seen, note))
+        around(torch.nn.functional, name, functools.partial(noted, seen, notes.get(name, lambda *_, **__: None)))
     around(torch.autograd, "backward", lambda by, tensors, *args, **kw: seen.backward(by, tensors, args, kw))
     for home in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grads_with_norm_"):

@@ -106,14 +106,6 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         [(CLIP, "list(model.parameters())[rank::P], 0.5")],
         "clipped_per_rank; the norm for clipping is",
     ),
-    "keys in 16 bits": (
-        [(RING, RING.replace(" k,", " k.bfloat16().to(k.dtype),"))],
-        "; rounding to bfloat16 moves them as far",
-    ),
-    "the gradient of keys": (
-        [(RING, f"(k.register_hook(lambda x: -x), {RING})[1]")],
-        "; a backward pass meets layers.0.wk.weight first",
-    ),
     "rotated once more": (
         [(RING, RING.replace("(q, k", "(rotary(q, AT), rotary(k, AT)")), (AT, f"{AT}    global AT\n    AT = at\n")],
         "with another output is layers.0",
@@ -146,7 +138,7 @@ CANNOT = {
         [("    loss.back", "    model.head.weight.register_hook(lambda _: optimizer.step())\n    loss.back")],
         "RuntimeError: an optimizer steps during backward; ring-doctor sees only steps after backward",
     ),
-    "no optimizer": ([("optimizer.step()", "pass")], "no process had made step 1 of an optimizer of torch.optim"),
+    "no optimizer": ([("optimizer.step()", "pass")], "an optimizer of torch.optim after a call of .backward()"),
 }  # fmt: skip
 
 
@@ -293,6 +285,26 @@ def test_outputs_with_other_padding_are_not_compared(tmp_path):
     many = small_job(tmp_path / "many", 2.0, numbers={"embedding 0": F.pad(TEXT, (0, 2))})
     found = compare(small_job(tmp_path / "one", 1.0), many, None, 1)
     assert found.says.startswith("the jobs pad to other lengths (8 and 10 tokens), so outputs of modules were not comp")
+
+
+WRONG = {  # modules, all with right outputs; weights, and their gradients in place of (1, 3); and what is said
+    "of the model": (["the model"], "g", (3, 1), "has the right output; 1 of 2 gradients are wrong (g); a backward"),
+    "of no module": ([], "ab", (3, 1), "SICK: no module was seen; 2 of 3 gradients are wrong (a, b)"),
+    "in and under a block": (["b.k", "b"], ["b.g", "b.k.w"], (3, 1), "; a backward pass meets b.k.w first"),
+    "frozen": (["the model"], "g", (0, 0), "SICK: g has no gradient in the second job (is it frozen"),
+    "in 16 bits": (["the model"], "g", (1.02, 3), "; rounding to bfloat16 moves them as far"),
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_wrong_gradients_without_a_name_are_told(where, tmp_path):
+    modules, wrong, given, says = WRONG[where]
+    one, many = (small_job(tmp_path / job, 1.0, names=[*wrong, "weight"]) for job in ("one", "many"))
+    for job, gradient in ((one, (1.0, 3.0)), (many, given)):
+        job.ranks[0]["steps"][0]["modules"] = [(name, 1.0) for name in modules]
+        for name in wrong:
+            torch.save(torch.tensor(gradient), job.folder / f"before-0-{name}-0.pt")
+    assert says in compare(one, many, None, 1).line
 
 
 @pytest.mark.parametrize(
@@ -452,6 +464,12 @@ def test_a_job_is_asserted(runs):
             verdict.assert_job(one, many)
 
 
+def test_an_error_of_the_doctors_own_is_no_verdict(runs, monkeypatch, capsys):
+    monkeypatch.setattr(verdict, "compare", lambda *_: [][0])
+    assert command.main(["run", "1", "1"]) == 3
+    assert capsys.readouterr().out.startswith("CANNOT TELL: the doctor itself failed")
+
+
 WAITS = "touch $RING_DOCTOR_FOLDER/pid-$$; echo $$ > {0}; exec sleep 99"  # in a session of its own
 ENDS = {  # commands, seconds, and what is said
     "sleep 99": (0.1, "had not ended after 0.1 s: no process of Python that reads PYTHONPATH"),
@@ -459,16 +477,19 @@ ENDS = {  # commands, seconds, and what is said
         99,
         "(status 4): no process had made",
     ),
-    "cd $RING_DOCTOR_FOLDER; touch pid-999999999 seen-0-of-2.pt; exit 4": (99, "4): only rank 0 had made step 3"),
+    "cd $RING_DOCTOR_FOLDER; touch pid-999999999 seen-0-of-2.pt; sleep 99": (20, "s: only rank 0 had made step 3; exp"),
 }
 
 
 @pytest.mark.parametrize("job", ENDS)
-def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path):
+def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path, monkeypatch):
+    """Where only some ranks step, it is told after a tenth of the time limit."""
+    monkeypatch.setattr("ring_doctor.jobs.job.OTHERS", 0.0)
     (seconds, says), file = ENDS[job], tmp_path / "number"
     with pytest.raises(CannotExamine) as error:
         run_job(job.format(file), tmp_path / "seen", steps=3, seconds=seconds)
     assert says in str(error.value)
+    assert "after 20 s" not in str(error.value)
     for left in reversed(range(1000 if file.exists() else 0)):
         if not Path("/proc", file.read_text().strip(), "exe").exists():
             break
