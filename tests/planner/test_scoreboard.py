@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from bench import scoreboard
-from bench.scoreboard import Grade, fitted, grades, interval, intervals, left_out, questions, summary, times
+from bench.scoreboard import PUBLISHED, Grade, fitted, grades, interval, intervals, left_out, questions, summary, times
 from ring_planner.memory import RESERVE
 from ring_planner.plan import ERRORS, HELD
 from ring_planner.round_costs import FRAMEWORK
@@ -81,3 +81,40 @@ def test_an_interval_by_hand():
     assert intervals(MARKED[:1], Grade.ratio) == {}
     errors = ([*summary([-i for i in range(1, n + 1)]).values()] for n in (1, 10, 11))
     assert [*errors] == [[1, 1, 1], [5.5, 9, 10], [6, 10, 11]]
+
+
+def test_the_page_says_what_the_scoreboard_says():
+    """bench/README.md; the site has the same numbers."""
+    graded = [each.error for each in times(grades("graded"))]
+    peaks = [each.error for each in MARKED if each.what == "peak_gib"]
+    errors, of_graded, memory = map(summary, ([each.error for each in times(MARKED)], graded, peaks))
+    asked = questions(MARKED)
+    far = [(fast, slow) for fast, slow, _ in asked if slow.measured > 1.05 * fast.measured]
+    contests = {(fast.name, slow.name, slow.row["source"]): fast.predicted < slow.predicted for fast, slow in far}
+    layouts = sum(fast.row["way"] == slow.row["way"] for fast, slow in far)
+    known = [of["low"] <= ratio <= of["high"] for _, ratio, of in left_out(times(MARKED)) if of]
+    sources = len({each.row["source"] for each in times(MARKED)})
+
+    def size(share):
+        return f"{100 * share:.1f} %"
+
+    def below(found):
+        return f"below {size(found['median'])}, nine in ten below {size(found['nine in ten'])} |"
+
+    rows = (
+        f"{len(times(MARKED))} times from {sources} sources | half of the errors are {below(errors)}",
+        f"the {len(graded)} of five publishers on whose times nothing was fitted | half {below(of_graded)}",
+        f"without NVLink | {size(errors['worst'])} |",
+        f"holds for {sum(known)} of {len(known)} times |",
+        f"within {size(memory['worst'])} of the peak, which is {size(RESERVE)} of the count: so much",
+        f"{len(asked)} pairs | right in {sum(right for *_, right in asked)}, or slower by less than 5 % |",
+        f"| the {len(contests)} of these pairs that differ by more | right in {sum(contests.values())}; {layouts} of",
+    )
+    root = PUBLISHED.parents[1]
+    inside = f"Tested on {len(known)} published times, their publisher left out: {sum(known)} (86%) fell into such"
+    for name, *said in (
+        ("bench/README.md", *rows),
+        ("book/pages/planner.md", inside, f"{size(RESERVE)} of the memory"),
+    ):
+        words = " ".join((root / name).read_text().replace("\n# ", "\n").split())
+        assert [each for each in said if each not in words] == [], name
