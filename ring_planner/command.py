@@ -1,9 +1,9 @@
 """ring-plan: what a cluster will do with a long sequence, before you rent it. One request, one answer.
 
     the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
-    bottleneck             the largest term of the way that is advised first
-    evidence               what its seconds rest on, and their interval
     advice                 the simplest of the ways that are as fast, within 7 %, and the fastest
+    bottleneck             the largest term of the simplest
+    evidence               what its seconds rest on, and their interval
 
 --help names the unit of each option. All results are modelled, not measured.
 
@@ -39,7 +39,7 @@ def say(name: str, *lines: str) -> None:
 
 
 def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
-    """Print the answers, the advice last. Does the step fit?"""
+    """Print the answers, the fastest way first. Does the step fit?"""
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
@@ -68,12 +68,12 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     first, second = ("tokens/s a GPU", "seconds")[::order]
     about = f"way; --help explains the words; GiB with a reserve of {RESERVE:.1%}"
     print(f"    {first:>14} {second:>14}  sequences     GiB  {about}")
-    rings, advised = [plan for plan in ranked if plan.name.startswith("ring")], simplest_first(ranked)[0]
+    rings, advised = [plan for plan in ranked if plan.way == "ring"], simplest_first(ranked)[0]
     always = (*rings[:1], advised)
     for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in always]:
         first, second = [digits(each, plan.digits) for each in (plan.speed, plan.seconds)][::order]
         print(f"    {first:>14} {second:>14} {plan.at_once:>10,} {digits(plan.held / GIB):>7}  {plan.name}")
-    say("advised", advised.name)
+    say("advice", *advice(ranked))
     name, seconds = max(advised.terms.items(), key=lambda term: term[1])
     terms = [(term, s) for term, s in advised.terms.items() if s > 0.005 * advised.seconds]
     shares = ", ".join(f"{term} {digits(s, advised.digits)}" for term, s in terms)
@@ -90,9 +90,7 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
         print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
     on_all = [plan for plan in ranked if plan.at_once == step.batch]
     flat = [plan for plan in on_all if plan.step.way == "ring" and plan.step.cp > step.per_host]
-    widest = max((plan.step.cp for plan in flat), default=1)
-    flat = [plan for plan in flat if plan.step.cp == widest][:1]  # the best
-    say("advice", *advice(ranked))
+    flat = sorted(flat, key=lambda plan: -plan.step.cp)[:1]  # the widest; of these the best
     say("one sequence on all", *(advice(on_all) if ranked[0] not in on_all else []))
     say("the flat ring", *(told(plan) for plan in flat if NEAR * plan.merit < on_all[0].merit))
     return True

@@ -70,7 +70,5 @@ def fit(planned: Sequence[Mapping[str, float]], measured: Sequence[float]) -> Kn
         precision = prior + shares.T @ shares / NOISE**2
         logs = logs + np.linalg.solve(precision, shares.T @ left / NOISE**2 - prior @ logs)
     if (off := max(abs(left))) > 3 * NOISE:
-        raise ValueError(
-            f"known steps contradict each other or the plan, {off:.0%} is left; expected steps of one machine"
-        )
+        raise ValueError(f"steps contradict each other or the plan, {off:.0%} is left; expected steps of one machine")
     return Known(tuple(np.exp(logs).tolist()), tuple(map(tuple, np.linalg.inv(precision).tolist())), len(measured))

@@ -25,12 +25,12 @@ from ring_planner.ways import WAYS, splits
 GRAIN = 1024  # tokens: the longest context is a multiple
 LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
+LEAST = 5e8  # parameters: the smallest model that was measured has 0.6 billion
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
 NOUNS = {"train": "step", "prefill": "prefill"}  # of a task
-HELD = (
-    "tested on 81 published times, their publisher left out: 70 (86%) fell into such an interval"  # bench/scoreboard.py
-)
+# By bench/scoreboard.py.
+HELD = "tested on 81 published times, their publisher left out: 70 (86%) fell into such an interval"
 
 
 def digits(number: float, count: int = 3) -> str:
@@ -102,23 +102,27 @@ class Plan:
         return self.speed * flops / step.gpu.peak["bf16"]
 
     @property
+    def way(self) -> str:
+        """The way among cp GPUs."""
+        of = f" of {self.step.split}" if self.step.split else ""
+        return f"{self.step.way}{of}" if self.step.cp > 1 else "no ring"
+
+    @property
     def name(self) -> str:
         """The way among cp GPUs, and how the step is shared."""
         step = self.step
-        way = f"{step.way} of {step.split}" if step.split else step.way
-        if step.cp == 1:
-            way = "no ring"
         again = f", recompute {step.recompute}" if step.task == "train" else ""
         padded = f", {self.padded} tokens padded" if self.padded else ""
-        return f"{way}, cp {step.cp}, tp {step.tp}{again}{padded}"
+        return f"{self.way}, cp {step.cp}, tp {step.tp}{again}{padded}"
 
     def measured(self, what: str, kernels: str) -> dict[str, Any] | None:
-        """The row of errors.json for such steps: None if none is of this GPU, for larger hosts, and for latents and
-        states, since all its steps send keys and values."""
+        """The row of errors.json for such steps: None if none is of this GPU, for larger hosts, for latents and states,
+        since all its steps send keys and values, and for models smaller than all that were measured."""
         step, model = self.step, self.step.model
         row = json.loads(ERRORS.read_text()).get(kind_of(what, kernels, step.hosts))
-        same = row and step.gpu.name in row["gpus"] and step.per_host <= 8 and not (model.linear or model.latents)
-        return row if same else None
+        if model.linear or model.latents or model.parameters() < LEAST or step.per_host > 8:
+            return None
+        return row if row and step.gpu.name in row["gpus"] else None
 
     @property
     def interval(self) -> tuple[float, float, int] | None:
@@ -216,14 +220,21 @@ def best(step: Step, wish: Wish) -> list[Plan]:
     return sorted((plan for plan in candidates(step, wish) if plan.fits), key=lambda plan: -plan.merit)
 
 
+def fits(step: Step, wish: Wish) -> bool:
+    """Does the step fit by any way?"""
+    return any(plan.fits for plan in candidates(step, wish))
+
+
 def longest(step: Step, wish: Wish) -> int:
     """The longest sequence that fits, in tokens: a multiple of `GRAIN`, 0 if none does."""
+    one, tightest = replace(step, cp=1, tp=1), replace(wish, recompute=wish.recompute or "full")
+    lengths = range(GRAIN, LONGEST + 1, GRAIN)
+    return GRAIN * bisect_left(lengths, True, key=lambda seq_len: not fits(replace(one, seq_len=seq_len), tightest))
 
-    def fits(seq_len: int) -> bool:
-        return any(plan.fits for plan in candidates(replace(step, seq_len=seq_len, cp=1, tp=1), tightest))
 
-    tightest = replace(wish, recompute=wish.recompute or "full")
-    return GRAIN * bisect_left(range(GRAIN, LONGEST + 1, GRAIN), True, key=lambda seq_len: not fits(seq_len))
+def largest_batch(step: Step, wish: Wish) -> int:
+    """The largest batch that fits, of those below the step's: 0 if none does."""
+    return bisect_left(range(1, step.batch), True, key=lambda batch: not fits(replace(step, batch=batch), wish))
 
 
 def changes(step: Step) -> dict[str, Step]:
@@ -233,9 +244,9 @@ def changes(step: Step) -> dict[str, Step]:
     def twice(what: str) -> Step:
         return replace(step, gpu=replace(gpu, **{what: 2 * getattr(gpu, what)}))
 
-    changed = {"links inside a host twice as fast": twice("bandwidth"), "twice the memory": twice("memory")}
+    changed = {"links inside a host twice as fast": twice("bandwidth"), "twice the memory capacity": twice("memory")}
     if not gpu.ideal:
-        changed["memory twice as fast"] = twice("memory_bandwidth")
+        changed["twice the memory bandwidth"] = twice("memory_bandwidth")
     if step.task == "train":
         changed[f"--batch {2 * step.batch}"] = replace(step, batch=2 * step.batch)
         if step.loss == "whole":
@@ -251,8 +262,11 @@ def changes(step: Step) -> dict[str, Step]:
 
 def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
     """For each change, how many times as good the best way then is, or, if nothing fits now, its speed; the largest
-    gain first."""
-    now, ranked = best(step, wish)[:1], {name: best(changed, wish) for name, changed in changes(step).items()}
+    gain first. If nothing fits, the largest batch that does is a change too."""
+    now, changed = best(step, wish)[:1], changes(step)
+    if not now and (batch := largest_batch(step, wish)):
+        changed[f"--batch {batch}"] = replace(step, batch=batch)
+    ranked = {name: best(each, wish) for name, each in changed.items()}
     merit = now[0].merit if now else 1.0
     gained = [(plans[0].merit / merit, name, plans[0]) for name, plans in ranked.items() if plans]
     return sorted(gained, key=lambda gain: -gain[0])
@@ -262,4 +276,4 @@ def hosts_that_hold(step: Step, wish: Wish) -> int | None:
     """The fewest hosts, this number times a power of two, on which the step fits; None: on none up to `MOST` GPUs."""
     tried = (step.hosts * 2**i for i in range(MOST.bit_length()))
     possible = (replace(step, hosts=hosts) for hosts in tried if hosts * step.per_host <= MOST)
-    return next((it.hosts for it in possible if any(plan.fits for plan in candidates(it, wish))), None)
+    return next((it.hosts for it in possible if fits(it, wish)), None)

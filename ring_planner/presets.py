@@ -59,6 +59,9 @@ class Model:
         if self.latents:
             object.__setattr__(self, "head_dim", (self.latents.key + self.latents.rope + self.latents.value) // 2)
         if not self.head_dim:
+            if 0 < self.heads <= self.hidden and self.hidden % self.heads:
+                given = f"hidden is {self.hidden}, heads {self.heads}"
+                raise ValueError(f"{given}; expected hidden to be a multiple, or a config.json with head_dim")
             object.__setattr__(self, "head_dim", self.hidden // max(1, self.heads))
         for name in ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab", "head_dim", "experts", "shared"):
             least, most = int(name not in ("experts", "shared")), 10**4 if "heads" in name else 10**8
@@ -288,10 +291,8 @@ def read_config(path: Path) -> Model:
         known |= {"shared": wide // width or field("n_shared_experts", default=0)}
         known |= {"dense_feedforward": of_dense if dense else 0}
     known |= {"name": kind, "source": str(path), "feedforward": width, "gated": kind.startswith(GATED)}
-    known |= {
-        "kv_heads": field("num_key_value_heads", default=known["heads"]),
-        "head_dim": field("head_dim", default=0),
-    }
+    known["kv_heads"] = field("num_key_value_heads", default=known["heads"])
+    known["head_dim"] = field("head_dim", default=0)
     if config.get("kv_lora_rank"):
         sizes = {name: field(given, default=getattr(Latents, name, None)) for name, given in LATENTS.items()}
         known |= {"latents": Latents(**sizes), "kv_heads": known["heads"]}

@@ -5,6 +5,7 @@ A reader may skip this file. Before: plan.py. After: command.py, which prints th
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,14 +33,15 @@ WORDS = """words of an answer:
                  layers keep; loss, a layer at work: what is alive at the peak; reserve: the error of this count
   longest        context that fits by any way; in training with recompute full, unless another is given
   nearest        where no way fits, the one that takes the fewest bytes
+  advice         ways tie that differ by less than the planner errs; lines from seconds to evidence are of the first
   sequences      that all GPUs compute in these seconds; one sequence on all: the advice where all of them share one
-  advised        the simplest way of the advice; seconds, bottleneck, GiB of a GPU and evidence are its own
   evidence       published steps of the same task, kernels and number of hosts, on the same GPU or others too
   not counted    what the seconds lack: before each pass of a layer all ranks agree to go on
-  with ...       what one change gains: the fastest way then against the fastest now
-  advice         ways that differ by less than the planner errs tie; the simplest of them is named first"""
+  with ...       what one change gains: the fastest way then against the fastest now"""
 KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
-recompute and way as in this plan unless given. A second one with other tp, cp or hosts tells messages from computing"""
+recompute as in this plan unless given; way: one of the table's, as "way=double ring", "way=hybrid of 8" (default: the
+fastest that fits). A second step with other tp, cp or hosts tells messages from computing"""
+KNOWN_OF = ("seq_len", "cp", "tp", "hosts", "batch", "recompute", "way", "seconds", "tokens_s")
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
 
 
@@ -179,32 +181,32 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
 
 def measured_step(text: str, step: Step, wish: Wish) -> tuple[Step, float]:
     """A step of --known and its seconds. Raises ValueError for one that cannot be read, shared, or so fast."""
-    words = dict(word.partition("=")[::2] for word in text.split())
-    names = {"seq_len", "cp", "tp", "hosts", "batch", "recompute", "way", "seconds", "tokens_s"}
-    if not words.keys() <= names or "seq_len" not in words or ("seconds" in words) == ("tokens_s" in words):
-        raise ValueError(
-            f"known is {text!r}; expected seq_len=, seconds= or tokens_s=, and of {', '.join(sorted(names))}"
-        )
+    pairs = [word.partition("=")[::2] for word in re.split(r"\s+(?=\S+=)", text.strip())]  # a way may have blanks
+    words, names = dict(pairs), [name for name, _ in pairs]
+    if wrong := [name for name in names if name not in KNOWN_OF or names.count(name) > 1]:
+        raise ValueError(f"known has {', '.join(wrong)}; expected each of {', '.join(KNOWN_OF)} once at most")
+    if "seq_len" not in words or ("seconds" in words) == ("tokens_s" in words):
+        raise ValueError(f"known is {text!r}; expected seq_len=, and either seconds= or tokens_s=")
     numbers: dict[str, Any] = {}
     for name in words.keys() - {"recompute", "way"}:
         whole = name not in ("seconds", "tokens_s")
         numbers[name] = number(1 if whole else 1e-9, 1e12, f"{name} of a known step", whole)(words[name])
     wish = replace(wish, **{name: (words | numbers)[name] for name in ("cp", "tp", "recompute") if name in words})
-    asked = replace(
-        step, cp=1, tp=1, **{name: numbers[name] for name in ("seq_len", "hosts", "batch") if name in words}
-    )
-    plans = [plan for plan in candidates(asked, wish) if words.get("way", plan.step.way) == plan.step.way]
+    sized = {name: numbers[name] for name in ("seq_len", "hosts", "batch") if name in words}
+    asked = replace(step, cp=1, tp=1, **sized)
+    possible = [*candidates(asked, wish)]
+    plans = [plan for plan in possible if words.get("way", plan.way) == plan.way]
     if not plans:
-        raise ValueError(f"known is {text!r}; expected a step that these GPUs can share so")
+        ways = ", ".join({plan.way: 0 for plan in possible})
+        shared = f"cp and tp by which {asked.gpus} GPUs share {asked.model.heads} heads and {asked.seq_len} tokens"
+        raise ValueError(f"known is {text!r}; expected {f'a way of {ways}' if ways else shared}")
     plan = max(plans, key=lambda plan: (plan.fits, plan.merit))
     seconds = numbers.get("seconds") or plan.step.tokens / numbers["tokens_s"]
     attention, products = plan.terms["attention"], plan.terms["products"] + plan.terms.get("head", 0.0)
     least = attention + matmul_share(step.gpu, step.linear_dtype) * products
     given = f"known is {text!r}: {seconds:.3g} s, planned are {plan.seconds:.3g} s as {plan.name}"
     if seconds <= attention:
-        raise ValueError(
-            f"{given}, and attention alone takes {attention:.3g} s; expected more, or --flops of your kernel"
-        )
+        raise ValueError(f"{given}, and attention alone {attention:.3g} s; expected more, or --flops of your kernel")
     if seconds < least:
         raise ValueError(f"{given}; expected {least:.3g} s or more: no products are faster than the data sheet")
     if seconds > 10 * plan.seconds:

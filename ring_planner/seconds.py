@@ -191,12 +191,8 @@ class Pass:
         slow = self.cluster.slowdown
         if parts == 1:
             return gather + work + scatter
-        return (
-            gather
-            + beside(work, gather, slow)
-            + (parts - 2) * beside(work, gather + scatter, slow)
-            + (beside(work, scatter, slow) + scatter)
-        )
+        first, last = gather + beside(work, gather, slow), beside(work, scatter, slow) + scatter
+        return first + (parts - 2) * beside(work, gather + scatter, slow) + last
 
 
 @lru_cache(maxsize=4096)  # steps that differ elsewhere share a pass

@@ -276,7 +276,5 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
     ranks = step.gpus // step.tp
     weights = (step.model.parameters() - step.model.outside) / step.model.layers / step.tp
     inside = max(1, step.per_host // step.tp)
-    return (
-        collective_seconds(step, WEIGHTS[step.weights] * weights, ranks, inside),
-        collective_seconds(step, F32 * weights, ranks, inside),
-    )
+    gathered = collective_seconds(step, WEIGHTS[step.weights] * weights, ranks, inside)
+    return gathered, collective_seconds(step, F32 * weights, ranks, inside)

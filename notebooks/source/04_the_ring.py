@@ -46,7 +46,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # [hop](../docs/glossary.md#hop).
 #
 # Three functions compute. `start(q)` gives the first `(m, l, o)`. `attend(state, q, k, v, scale=...)` computes the scores `scale * q @ k.mT` of one
-# block and updates `(m, l, o)` with them. (Chapter 2 builds it. This sentence is all that you need.) `finish(state)` returns `o / l` and the
+# block and updates `(m, l, o)` with them. (Chapter 2 builds it.) `finish(state)` returns `o / l` and the
 # [lse](../docs/glossary.md#log-sum-exp).
 
 # %%
@@ -122,7 +122,7 @@ for rank in range(3):
 print_source(workers.all_ranks_send_first)
 
 # %% [markdown]
-# `Ranks` runs it on 4 real processes, and gives up after 2 seconds:
+# `Ranks(4, seconds=2)` has 4 real processes. Called, it runs the function on 4 ranks, and gives up after 2 seconds:
 
 # %%
 try:

@@ -83,7 +83,7 @@ assert (flops, hop) == (32, 16)
 #
 # $$\text{computing} = \frac{4\,C^2 H D}{2 \cdot \text{flops}}, \qquad \text{message} = \frac{2\,C G D\,w}{\text{bandwidth}} .$$
 #
-# What counts is what a kernel and a wire **reach**. In attention an H100 reaches 652 TFLOP/s with cuDNN's kernel, and 590 in the backward
+# What counts is what a kernel and a wire **reach**. In attention an H100 reaches 652 TFLOP/s with cuDNN's [fused kernel](../docs/glossary.md#fused-kernel), and 590 in the backward
 # pass. Messages reach some 360 GB/s over a link inside a host, NVLink, and 35 GB/s through a [NIC](../docs/glossary.md#nic), which leaves
 # the host. (Data sheets say 989, 450 and 50; the shares of the wires are the planner's assumption, and yours may differ: chapter 17.)
 
@@ -91,7 +91,8 @@ assert (flops, hop) == (32, 16)
 # %%
 def reached(gpu: str) -> Cluster:
     """What attention and messages reach on hosts of this GPU, as the planner takes it."""
-    return Step(model_named("llama-3.1-8b"), gpu_named(gpu), 2, 8, 2**17, cp=16, kernels="cudnn").ring
+    step = Step(model_named("llama-3.1-8b"), gpu_named(gpu), hosts=2, per_host=8, seq_len=2**17, cp=16, kernels="cudnn")
+    return step.ring
 
 
 h100, llama = reached("h100"), model_named("llama-3.1-8b").attention()

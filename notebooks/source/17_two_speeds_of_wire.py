@@ -43,7 +43,7 @@ from ringlab.ways import double_ring
 #
 # Llama 8B trains on 1M tokens, on $n = 16$ hosts of $g = 8$ H100s each: $P = n \cdot g = 128$ ranks of 8,192 tokens. A hop carries the
 # [block](../docs/glossary.md#block) of chapter 9, and the slowest hop rules. Does the flat ring wait? That depends on the FLOP/s that the kernel
-# *reaches*, and on the share of a NIC's bytes/s that messages reach. The planner takes 652 TFLOP/s, of cuDNN's kernel, and 0.7. Meta's
+# *reaches*, and on the share of a NIC's bytes/s that messages reach. The planner takes 652 TFLOP/s, of cuDNN's [fused kernel](../docs/glossary.md#fused-kernel), and 0.7. Meta's
 # hosts reached 0.566 ([Yang et al. 2024](https://arxiv.org/abs/2411.01783), table 5).
 # For how much of a layer's forward pass does each rank wait?
 
@@ -122,7 +122,7 @@ print("each rank has seen each block once: full attention")
 
 
 # %%
-real = Step(llama, h100, 16, 8, 2**20, cp=128, kernels="cudnn").ring  # what the planner takes for these GPUs
+real = Step(llama, h100, hosts=16, per_host=8, seq_len=2**20, cp=128, kernels="cudnn").ring  # as the planner takes it
 computing = block / real.flops
 fast, slow = (hop_bytes(layer, chunk) / rate for rate in (real.bandwidth, real.host_bandwidth))
 
@@ -204,14 +204,13 @@ assert paid["ring"] > 1.2 * paid["hybrid of 8"]
 # We never ran hosts with GPUs. But one machine played two hosts: two network namespaces, each with one core for its 2 or 4 ranks, and a
 # link of a set rate ([the numbers](../bench/results/README.md#five_ways)). In 10 of 12 cases the hybrid is the fastest, or at most 2 %
 # slower. The flat ring is the fastest where a fast link or long chunks hide its messages too. The hybrid is far behind in two cases only,
-# on the slowest link with 4,096 tokens: no way hides its messages there, and the all-to-all sends the fewest bytes. With 4,096 tokens on
-# the two slower links the double ring takes 10 to 28 % less time than the flat ring. The all-gather is the slowest in 11 of 12 cases, up to
+# on the slowest link with 4,096 tokens: no way hides its messages there, and the all-to-all sends the fewest bytes. The all-gather is the slowest in 11 of 12 cases, up to
 # 2.30 times the fastest: every head has its own K and V here ($H = G = 8$), and gloo's messages take time of the two cores. In Llama 8B
 # four query heads share them, so four times as much work hides a byte: in the plan below it ties with the fastest.
 #
 # ## A whole step
 #
-# The command plans it, and says what the seconds and the bytes are spent on:
+# The command plans it:
 
 # %%
 options = "--model llama-3.1-8b --gpu h100 --hosts 16 --seq-len 1048576 --cp 128 --tp 1"
@@ -219,6 +218,7 @@ assert command.main(options.split()) == 0
 assert round(paid["hybrid of 8"], 1) == 447.5
 
 # %% [markdown]
+# A row is a way to share the step, the fastest first. `advice` names the simplest within 7 %; the lines from `seconds` to `evidence` are of it.
 # A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring: nearly all of it is attention. Attention takes none of the peak memory: when the
 # backward pass of a layer needs its buffers (chapter 9), the logits are gone. With `--recompute full`, which keeps only the inputs of
 # each layer and goes forward twice, 2 GiB of activations are left. Then

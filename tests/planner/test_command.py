@@ -72,6 +72,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     "--model deepseek-v3.2 --gpu h800 --hosts 64 --seq-len 131072 --optimizer adam8bit --loss pieces --tp 8",
     "--model mixtral-8x7b --gpu a100 --hosts 4 --per-host 4 --seq-len 65536 --trainable 0.01",
     "--model llama-3.1-405b --gpu rtx-4090",
+    f"{LLAMA} --seq-len 8192 --batch 1000 --recompute none",
     "--model llama-3.1-405b --gpu h100 --hosts 2 --seq-len 8192 --task prefill --tp 8",
 ]
 
@@ -299,7 +300,7 @@ def test_what_is_known_is_used():
     by_rate = command.request_of(request_options([*request[:-1], f"seq_len=8192 tp=8 tokens_s={8192 / 8 / 0.25}"]))[0]
     assert by_rate.known.factors == pytest.approx(step.known.factors)
     words = ("tp=8", "tp=4", "tp=8 hosts=2", "tp=8 batch=2", "tp=8 recompute=full", "tp=1 cp=8", "tp=1 cp=4")
-    texts = [f"seq_len=8192 {word} seconds=0.25" for word in (*words, "tp=1 cp=8 way=ring")]
+    texts = [f"seq_len=8192 {word} seconds=0.25" for word in (*words, "tp=1 cp=8 way=ring", "cp=8 way=hybrid of 4")]
     others = [command.request_of(request_options([*request[:-1], text]))[0].known.factors for text in texts]
     assert len({tuple(round(factor, 4) for factor in each) for each in others}) == len(texts)
     two = [*request, "--known", "seq_len=8192 cp=8 seconds=0.35"]
@@ -355,7 +356,8 @@ def test_evidence_is_of_this_gpu_and_of_keys_and_values():
         said = f"17 measured steps of this kind, {own} on this GPU" if own else "not graded"
         assert (Plan(step).evidence, Plan(step).interval is None) == (said, own is None)
         assert Plan(replace(step, model=model_named("deepseek-v3"))).evidence == "not graded"
-    assert Plan(replace(HOST, per_host=16)).evidence == "not graded"  # no larger host was measured
+    for far in ({"per_host": 16}, {"model": replace(HOST.model, layers=1, vocab=1000)}):
+        assert Plan(replace(HOST, **far)).evidence == "not graded"  # no larger host was measured, nor a smaller model
     assert Plan(replace(step, hosts=1)).evidence == "kernel measured, step modelled"
     assert Plan(replace(step, hosts=1, model=model_named("deepseek-v3"))).evidence == "not graded"
     for own in ("--flops 5e14", "--bandwidth 2e11", "--host-bandwidth 2e10"):  # no measured GPU has these numbers
@@ -413,13 +415,15 @@ REFUSED = {
     "--model llama-3.1-8b --gpu h100 --hosts 2049": "expected 16,384 at most",
     "--model llama-3.1-8b --gpu a100 --linear-dtype fp8": "linear_dtype is 'fp8' on a100-80; expected one of bf16",
     "--model llama-3.1-8b --gpu ideal": "gpu is ideal without flops, bandwidth, memory",
-    f"{LLAMA} --known 'tp=8 seconds=1'": "expected seq_len=, seconds= or tokens_s=",
+    f"{LLAMA} --hidden 4097": "hidden is 4097, heads 32; expected hidden to be a multiple",
+    f"{LLAMA} --known 'seq_len=8 tokens=1 seconds=1 tp=8 tp=4'": "known has tokens, tp, tp; expected each of",
+    f"{LLAMA} --known 'seq_len=8192 cp=8 way=hybrid seconds=1'": "expected a way of ring, all-gather, all-to-all",
     **dict.fromkeys(
-        (f"{LLAMA} --known 'seq_len=8192 {words}'" for words in ("seconds=1 tokens_s=1", "tp=8", "seconds=1 tokens=1")),
-        "expected seq_len=, seconds= or tokens_s=, and of batch, cp, hosts, recompute, seconds, seq_len, tokens_s, tp",
+        (f"{LLAMA} --known '{words}'" for words in ("seq_len=8 seconds=1 tokens_s=1", "seq_len=8 tp=8", "seconds=1")),
+        "; expected seq_len=, and either seconds= or tokens_s=",
     ),
     f"{LLAMA} --known 'seq_len=8192 seconds=fast'": "fast was given; expected 1e-09 to 1e+12: seconds of a known step",
-    f"{LLAMA} --known 'seq_len=8192 tp=3 seconds=1'": "expected a step that these GPUs can share so",
+    f"{LLAMA} --known 'seq_len=8192 tp=3 seconds=1'": "expected cp and tp by which 8 GPUs share 32 heads and",
     f"{LLAMA} --known 'seq_len=8192 recompute=some seconds=1'": "recompute is 'some'; expected one of none",
     f"{LLAMA} --known 'seq_len=131072 tp=8 seconds=3'": "7.35 s as no ring, cp 1, tp 8, recompute full, and attention",
     f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.06'": "0.0712 s or more: no products are faster than the data sheet",
