@@ -32,6 +32,7 @@ from ringlab.support.processes import Ranks
 from ringlab.ways.all_gather import AllGather
 from tests.commands import ROOT
 from tests.concepts import MISSING
+from tests.every_way import assert_programs, few_or_many
 
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
@@ -489,6 +490,10 @@ def test_the_page_has_a_line_for_each_example_which_says_how_it_is_started():
 # Sequences of what a Trainer does -------------------------------------------------------------------------------------
 
 
+def any_use(program, random):
+    program.add(random.choice(["train", "evaluate", "train in eval mode", "generate"]))
+
+
 def used(kind, steps):
     """What a Trainer reports after these steps, and its weights."""
     written = []
@@ -526,6 +531,16 @@ def used_on_rank(context, steps):
     return numbers, weights
 
 
-def test_no_use_of_a_trainer_remembers_another(pool):
-    steps = ["evaluate", "train", "generate", "evaluate", "train in eval mode", "generate", "train"]
-    same(pool(2, used_on_rank, steps)[0], used(Trainer, steps))
+@cache
+def used_alone(steps):
+    return used(Trainer, steps)
+
+
+def run_uses(pool, P, steps):
+    same(pool(P, used_on_rank, steps)[0], used_alone(tuple(steps)))
+
+
+@pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@few_or_many(8, 40)
+def test_no_use_of_a_trainer_remembers_another(pool, P, programs):
+    assert_programs(any_use, programs, partial(run_uses, pool, P), steps=3)

@@ -357,7 +357,13 @@ def run_conversations(ranks, P, passing, turns, **settings):
         so_far = [text + answer for text, answer in zip(so_far, right, strict=True)] if turn.what == "reply" else []
 
 
-@pytest.mark.parametrize(("P", "passing", "settings"), [(2, "auto", {"layout": "contiguous"}), (3, "Q", {"window": 4})])
+SETTINGS = [(2, "auto", {"layout": "contiguous"}), (3, "Q", {"window": 4})]
+SETTINGS += [
+    pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((1, "auto", {}), (4, "KV", {"layout": "striped"}))
+]
+
+
+@pytest.mark.parametrize(("P", "passing", "settings"), SETTINGS)
 @few_or_many(30, 100)
 def test_no_conversation_remembers_another(ranks, P, passing, settings, programs):
     assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing, **settings), steps=5)
