@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 def positions(layout, seq_len, rank, world_size):
     """Where the tokens of a rank stand in the sequence: int64 (C,)."""
-    if layout not in ("contiguous", "zigzag"):
-        raise ValueError(f"layout is {layout!r}; expected contiguous or zigzag")
-    n = 2 if layout == "zigzag" else 1  # pieces of a rank: in zigzag an early one and a late one
-    return torch.arange(seq_len).view(n * world_size, -1)[[rank, -1 - rank][:n]].flatten()
+    n = world_size * (2 if layout == "zigzag" else 1)  # pieces: of a rank one, in zigzag an early one and a late one
+    if layout not in ("contiguous", "zigzag") or seq_len % n or not 0 <= rank < world_size:
+        raise ValueError(f"{layout=}, {seq_len=}, {rank=}; expected contiguous or zigzag, {n}·i, 0 to {world_size - 1}")
+    return torch.arange(seq_len).view(n, -1)[[rank, -1 - rank][: n // world_size]].flatten()
 
 
 def visible(r, j, C, causal, layout):
@@ -100,7 +100,7 @@ class Ring(torch.autograd.Function):
 
 def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
-    (B, H, C, D), G, n = (*q.shape, 1, 1, 1, 1)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(layout)
+    (B, H, C, D), G, n = (*q.shape, *[1] * 4)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(str(layout))
     right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # all have a backward pass, or none
     call = f"{[(*x.shape, x.dtype) for x in (q, k, v)]}, causal={bool(causal)}, {layout}, gradients={graph}"

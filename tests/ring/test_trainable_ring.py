@@ -106,7 +106,7 @@ def bad(context, path, case):
         "no head of K and V on one rank": [q, *(x[:, : context.rank != 1] for x in (k, v))],
     }
     layout = {"odd zigzag": "zigzag", "layout": "zig-zag"}.get(case, "contiguous")
-    layout = "zigzag" if case == "layouts" and context.rank else layout
+    layout = {"layouts": "zigzag", "a list": ["contiguous"]}.get(case, layout) if context.rank else layout
     causal = case != "masks" or context.rank == 1
     with torch.set_grad_enabled(case != "mode of gradients" or context.rank == 1):
         runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
@@ -114,7 +114,7 @@ def bad(context, path, case):
 
 BAD = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "heads", "odd zigzag", "layout"]
 BAD += ["dtypes", "masks", "layouts", "dimensions", "integers", "integers on one rank", "v in float64 on one rank"]
-BAD += ["k and v in float64", "no numbers", "gradients", "mode of gradients"]
+BAD += ["k and v in float64", "no numbers", "gradients", "mode of gradients", "a list"]
 
 
 @pytest.mark.parametrize("case", [*BAD, "no head of K and V on one rank"])
@@ -124,9 +124,10 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank(ranks, copied, ca
         assert "expected q (B, H, C, D)" in outcome.message
 
 
-def test_positions_of_no_layout_are_refused(copied):
-    with pytest.raises(ValueError, match="layout is 'zig-zag'; expected contiguous or zigzag"):
-        runpy.run_path(copied)["positions"]("zig-zag", 8, 0, 2)
+@pytest.mark.parametrize("wrong", [("zig-zag", 8, 0), ("zigzag", 6, 1), ("contiguous", 8, -1), ("contiguous", 8, 2)])
+def test_positions_that_no_rank_has_are_refused(copied, wrong):
+    with pytest.raises(ValueError, match="; expected contiguous or zigzag, "):
+        runpy.run_path(copied)["positions"](*wrong, 2)
 
 
 def twice(context, path):
