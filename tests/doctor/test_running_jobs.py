@@ -89,10 +89,6 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
     ),
     "no sum": ([(SUM, "")], "gradients_not_reduced"),
     "two sums": ([(SUM, f"{SUM}{SUM}")], "gradients_times_p"),
-    "one weight is not summed": (
-        [(SUM, SUM.replace("        dist", "        if weight.dim() == 2:\n            dist"))],
-        "gradients_not_reduced; 3 of 12 weights",
-    ),
     "one weight is summed twice": (
         [(SUM, f"{SUM}    dist.all_reduce(model.head.weight.grad)\n")],
         "gradients_times_p; 1 of 12 weights, head.weight, × 3",
