@@ -39,8 +39,8 @@ WORDS = """words of an answer:
   not counted    what the seconds lack: before each pass of a layer all ranks agree to go on
   with ...       what one change gains: the fastest way then against the fastest now"""
 KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
-recompute as in this plan unless given; way: one of the table's, as "way=double ring", "way=hybrid of 8" (default: the
-fastest that fits). A second step with other tp, cp or hosts tells messages from computing"""
+recompute as in this plan unless given; way=ring, double ring, all-gather, all-to-all, hybrid of 8, no ring (default:
+the fastest that fits). A second step with other tp, cp or hosts tells messages from computing"""
 KNOWN_OF = ("seq_len", "cp", "tp", "hosts", "batch", "recompute", "way", "seconds", "tokens_s")
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
 

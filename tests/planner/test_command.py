@@ -135,9 +135,8 @@ def test_what_fsdp_exposes_by_hand(recompute):
     step = Step(Model("tiny", "", 3, 8, 2, 1, 6, 10), gpu, 1, 4, 64, recompute=recompute)
     hidden = 100 * (2 + AGAIN[recompute])
     assert step_seconds(step)["FSDP"] == pytest.approx(528 + 3 * (528 - 100 + 528 + 1056 - hidden))
-    assert step_seconds(replace(step, trainable=0.5))["FSDP"] == pytest.approx(
-        528 + 3 * (528 - 100 + 528 + 528 - hidden + 50)
-    )
+    of_half = 528 + 3 * (528 - 100 + 528 + 528 - hidden + 50)
+    assert step_seconds(replace(step, trainable=0.5))["FSDP"] == pytest.approx(of_half)
     for card, gather in ((0.25, 1056), (4.0, 528)):  # of two hosts the cards may be the slowest wire, or the links
         two = step_seconds(replace(step, gpu=replace(gpu, host_bandwidth=card), hosts=2, per_host=2))
         assert two["FSDP"] == pytest.approx(gather + 3 * (gather - 100 + 3 * gather - hidden))
@@ -191,11 +190,8 @@ def test_the_memory_of_a_step_by_hand():
     one = replace(step, hosts=1, per_host=1, cp=1, tp=1)
     assert step_bytes(one)["gathered"] == 2 * (8 * 10 + layer)  # one GPU gathers nothing
     lora = replace(step, trainable=0.1, optimizer="adam", weights="4bit")
-    gather = (
-        step_seconds(replace(lora, cp=1, tp=1))["FSDP"],
-        step_seconds(replace(lora, cp=1, tp=1, weights="bf16"))["FSDP"],
-    )
-    assert gather[0] < gather[1]
+    of_4, of_16 = (step_seconds(replace(lora, cp=1, tp=1, weights=each))["FSDP"] for each in ("4bit", "bf16"))
+    assert of_4 < of_16
     states = 2 * words + 0.5625 * 3 * layer + 0.1 * 12 * parameters
     assert step_bytes(lora)["state"] == pytest.approx(states / 4)
 
@@ -276,9 +272,8 @@ def test_known_factors_by_hand():
     log = math.log(2.0) / NOISE**2 / (1 / NOISE**2 + 1 / SPREAD["computing"] ** 2)
     of = fit([alone], [4.0])
     assert of.factors == pytest.approx((1.0, math.exp(log), 1.0))
-    assert of.corrected({"attention": 3.0, "head": 1.0, "FSDP": 5.0}) == pytest.approx(
-        {"attention": 3.0, "head": math.exp(log), "FSDP": 5.0}
-    )
+    terms = {"attention": 3.0, "head": 1.0, "FSDP": 5.0}
+    assert of.corrected(terms) == pytest.approx(terms | {"head": math.exp(log)})
     variance = 1 / (1 / NOISE**2 + 1 / SPREAD["computing"] ** 2)
     assert of.spread(alone) == pytest.approx(math.sqrt(variance + NOISE**2))
     assert fit([{"attention": 1.0, "products": 1.0, "FSDP": 2.0}], [4.0]).factors == pytest.approx((1, 1, 1))
