@@ -26,7 +26,7 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/rin
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive and not gpu"
 
-exhaustive: $(READY)  # every model, a thousand drawn programs, appendices: half an hour
+exhaustive: $(READY)  # every model, two thousand drawn programs, appendices: half an hour
 	$(PYTEST) -m exhaustive
 
 test-gpu: $(READY)  # what a GPU changes, on one GPU; make test-gpu GPU=cpu tries these tests without one
