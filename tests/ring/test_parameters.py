@@ -1,14 +1,17 @@
 """Every parameter of every ring is moved, forward and backward, to a value where the default would be seen.
 
-A ring is a public function with the optional parameter `scale` and a `group` or a `mesh`. Bad input gives a ValueError.
+A ring is a public function with the optional parameter `scale` and a `group` or a `mesh`. A new ring, or a new
+parameter, without a test here fails `test_every_ring_and_parameter_is_here`. Bad input gives a ValueError.
 """
 
 import functools
+import importlib
 import inspect
 import itertools
 import math
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -37,6 +40,7 @@ from ringlab.support.agreement import members
 from ringlab.ways.all_gather import AllGather
 from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
+from tests.concepts import needed_by
 from tests.mistakes import all_of, assert_refused
 from tests.rings import assert_ring
 
@@ -89,6 +93,21 @@ OPTIONS = [(name, it) for name, ring in RINGS.items() for it in inspect.signatur
 def those_of(table):
     """(ring, parameter), for every ring and every parameter of the table that it has."""
     return [(name, parameter) for name, parameter in OPTIONS if parameter in table]
+
+
+def test_every_ring_and_parameter_is_here():
+    root, rings = Path(ring_attn.__file__).parent, set()
+    files = [path for folder in ("ring", "ways") for path in root.glob(f"ringlab/{folder}/[!_]*.py")]
+    names = ["ring_attn", *(f"ringlab.{path.parent.name}.{path.stem}" for path in files)]
+    for module in map(importlib.import_module, [name for name in names if not needed_by(name)]):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            parameters = inspect.signature(function).parameters
+            scale = parameters.get("scale")
+            a_ring = scale and scale.default is None and {"group", "mesh"} & set(parameters)
+            if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
+                rings.add(function)
+    assert rings == {*RINGS.values(), ring_latent_attention}  # asked, as chosen keys are, in test_latent_ring.py
+    assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED, "chosen"}
 
 
 def inputs_of(name):
