@@ -116,7 +116,8 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
 
     names = {f"{page}.md", f"{page}.ipynb", page}
     first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "") if doctree else ""
-    pieces = doctree.findall(nodes.TextElement) if doctree and "/" in page else ()
+    mixed = ("index", "README", "planner")  # README has a file in each language, the scoreboard is English
+    pieces = doctree.findall(nodes.TextElement) if doctree and page not in mixed else ()
     files = [name for name in names if REPOSITORY and (HERE.parent / name).is_file()]
     touched = [name for name in re.findall(r'id="(\w+)" class="explorer"', body) if name != "scoreboard"]
     road = re.match(r"notebooks/0([1-8])_", page)

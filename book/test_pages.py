@@ -94,6 +94,12 @@ def test_every_page_is_whole_and_the_site_is_light(parts, site):
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file() and path.suffix != ".gz") < WEIGHT
 
 
+def test_every_piece_of_the_chinese_book_is_translated(site):
+    """Before its links a page says how many of its pieces are English: what changed wants new Chinese words."""
+    pages = sorted(site.glob("zh-CN/**/*.html"))
+    assert [it.name for it in pages if '<p class="languages"><a' not in it.read_text()] == ["search.html"]  # has none
+
+
 def test_every_page_loads_in_silence_and_can_be_read(watched, site):
     """Nothing is wider than a phone or written too small. Axe finds nothing in LOOKED_AT, which fits all widths."""
     pages, found = {str(path.relative_to(site)) for path in site.rglob("*.html")}, {}
