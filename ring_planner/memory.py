@@ -145,11 +145,11 @@ def step_bytes(step: Step) -> dict[str, float]:
 
 def training_step_bytes(step: Step) -> dict[str, float]:
     """Bytes at the peak of a training step."""
-    model, tp, trained = step.model, step.tp, step.trainable
-    layer, spread = (model.parameters() - model.outside) / model.layers, step.gpus > tp
+    model, tp, trained, parameters = step.model, step.tp, step.trainable, step.model.parameters()
+    layer, spread = (parameters - model.outside) / model.layers, step.gpus > tp
     outside = W * (spread * model.outside + trained * model.hidden * model.vocab) / tp  # and the gradient of the head
     whole = outside + W * (2 * spread + trained) * layer / tp
-    gradients = W * trained * model.parameters() / step.gpus
+    gradients = W * trained * parameters / step.gpus
     kept, work = W * step.tokens * model.layers * kept_numbers(step), layer_at_work(step)
     moments = (  # gradients, gathered, activations, and what else
         (0.0, outside + W * spread * layer / tp, kept, loss_bytes(step), "loss"),  # the last layer's are kept
@@ -158,7 +158,7 @@ def training_step_bytes(step: Step) -> dict[str, float]:
     )
     *sizes, name = max(moments, key=lambda moment: sum(moment[:4]))
     weights = W * model.outside + WEIGHTS[step.weights] * layer * model.layers
-    state = weights + trained * OPTIMIZERS[step.optimizer] * model.parameters()
+    state = weights + trained * OPTIMIZERS[step.optimizer] * parameters
     return {"state": state / step.gpus, **dict(zip(("gradients", "gathered", "activations", name), sizes, strict=True))}
 
 

@@ -12,7 +12,7 @@ Source: named in each row of the two files.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ class GPU:
 
     name: str
     source: str
-    peak: dict[str, float]  # of matrix products, by dtype, without sparsity
-    attention: dict[str, tuple[float, float]]
+    peak: dict[str, float] = field(hash=False)  # of matrix products, by dtype, without sparsity
+    attention: dict[str, tuple[float, float]] = field(hash=False)
     memory: float  # bytes
     memory_bandwidth: float
     bandwidth: float  # of its link to other GPUs of the host

@@ -17,7 +17,7 @@ Source: torchtitan (arXiv 2410.06511); Yang et al. 2024 (arXiv 2411.01783), pref
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
 
 from ring_planner.hidden_communication import AttentionLayer
@@ -121,23 +121,25 @@ class Step:
     @cached_property
     def share(self) -> AttentionLayer:
         """The attention of a layer that a GPU of tp has; K/V heads are copied where tp has more GPUs."""
-        layer = self.model.attention(W)
-        share = replace(layer, heads=layer.heads // self.tp, kv_heads=max(1, layer.kv_heads // self.tp))
-        if (its := self.model.latents) is None or not self.latents:
-            return share
-        return replace(share, latents=its.sent, made=2 * its.rank * share.heads * (its.key + its.value))
+        model, heads = self.model, self.model.heads // self.tp
+        share = AttentionLayer(heads, max(1, model.kv_heads // self.tp), model.head_dim, W)
+        its = model.latents if self.latents else None
+        return replace(share, latents=its.sent, made=2 * its.rank * heads * (its.key + its.value)) if its else share
 
-    @cached_property
+    @property
     def ring(self) -> Cluster:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
-        inside, gpu = gcd(self.cp, max(1, self.per_host // self.tp)), self.gpu
-        forward, backward = gpu.rates(self.kernels, self.model.head_dim)
-        nics = min(gpu.nics or self.per_host, inside)
-        # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
-        rate = inside / nics * gpu.host_bandwidth
-        ring = Cluster(self.cp // inside, inside, forward, gpu.bandwidth, rate, nics, gpu.memory_bandwidth)
-        ring = replace(ring, backward_flops=backward, multiprocessors=gpu.multiprocessors)
-        return ring if gpu.ideal else realistic(ring, gpu.host_share, gpu.bandwidth_share)
+        return cluster_of(self.gpu, self.kernels, self.model.head_dim, self.per_host, self.cp, self.tp)
+
+
+@lru_cache(maxsize=1024)  # steps that differ elsewhere share a ring
+def cluster_of(gpu: GPU, kernels: str, head_dim: int, per_host: int, cp: int, tp: int) -> Cluster:
+    """See `Step.ring`. A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences."""
+    inside, (forward, backward) = gcd(cp, max(1, per_host // tp)), gpu.rates(kernels, head_dim)
+    nics = min(gpu.nics or per_host, inside)
+    rates = forward, gpu.bandwidth, inside / nics * gpu.host_bandwidth, nics, gpu.memory_bandwidth
+    ring = Cluster(cp // inside, inside, *rates, backward_flops=backward, multiprocessors=gpu.multiprocessors)
+    return ring if gpu.ideal else realistic(ring, gpu.host_share, gpu.bandwidth_share)
 
 
 def matmul_share(gpu: GPU, dtype: str) -> float:
