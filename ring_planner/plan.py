@@ -25,7 +25,7 @@ from ring_planner.ways import WAYS, splits
 GRAIN = 1024  # tokens: the longest context is a multiple
 LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
-LEAST = 5e8  # parameters: the smallest model that was measured has 0.6 billion
+SIZES = 5e8, 5e11  # parameters: the models that were measured have 0.6 to 405 billion
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
 NOUNS = {"train": "step", "prefill": "prefill"}  # of a task
@@ -117,10 +117,10 @@ class Plan:
 
     def measured(self, what: str, kernels: str) -> dict[str, Any] | None:
         """The row of errors.json for such steps: None if none is of this GPU, for larger hosts, for latents and states,
-        since all its steps send keys and values, and for models smaller than all that were measured."""
+        since all its steps send keys and values, and for models smaller or larger than all that were measured."""
         step, model = self.step, self.step.model
         row = json.loads(ERRORS.read_text()).get(kind_of(what, kernels, step.hosts))
-        if model.linear or model.latents or model.parameters() < LEAST or step.per_host > 8:
+        if model.linear or model.latents or not SIZES[0] < model.parameters() < SIZES[1] or step.per_host > 8:
             return None
         return row if row and step.gpu.name in row["gpus"] else None
 

@@ -351,8 +351,9 @@ def test_evidence_is_of_this_gpu_and_of_keys_and_values():
         said = f"17 measured steps of this kind, {own} on this GPU" if own else "not graded"
         assert (Plan(step).evidence, Plan(step).interval is None) == (said, own is None)
         assert Plan(replace(step, model=model_named("deepseek-v3"))).evidence == "not graded"
-    for far in ({"per_host": 16}, {"model": replace(HOST.model, layers=1, vocab=1000)}):
-        assert Plan(replace(HOST, **far)).evidence == "not graded"  # no larger host was measured, nor a smaller model
+    models = (replace(HOST.model, layers=layers, vocab=1000) for layers in (1, 3, 2250, 2300))  # 0.2 to 502 billion
+    assert [Plan(replace(HOST, model=it)).evidence == "not graded" for it in models] == [True, False, False, True]
+    assert Plan(replace(HOST, per_host=16)).evidence == "not graded"  # no larger host was measured
     assert Plan(replace(step, hosts=1)).evidence == "kernel measured, step modelled"
     assert Plan(replace(step, hosts=1, model=model_named("deepseek-v3"))).evidence == "not graded"
     for own in ("--flops 5e14", "--bandwidth 2e11", "--host-bandwidth 2e10"):  # no measured GPU has these numbers
