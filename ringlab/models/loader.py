@@ -16,6 +16,7 @@ Source: the layouts of ringlab/ring/layouts.py; transformer.py, where labels are
 """
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +61,15 @@ def bytes_of(path: Path) -> np.ndarray:
 def text_files(folder: Path) -> list[Path]:
     """The text files of a folder and of those in it, by name: no empty ones, no log of a run, no hidden names.
 
-    Raises OSError when one cannot be read, as a link that leads nowhere.
+    Raises OSError when a file or a folder cannot be read: a link that leads nowhere, no right to enter.
     """
-    named = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    named = sorted(Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
     shown = (p for p in named if not any(part.startswith(".") for part in p.relative_to(folder).parts))
-    texts = (p for p in shown if p.name != LOG or not p.with_name(LOCK).exists())
+    texts = (p for p in shown if p.suffix.lower() in SUFFIXES and (p.name != LOG or not p.with_name(LOCK).exists()))
     return [p for p in texts if p.stat().st_size and p.is_file()]
 
 
@@ -87,10 +92,8 @@ def open_text(path: Path | None) -> np.ndarray:
 
 def starts(length: int, step: int, batch: int, seq_len: int) -> Tensor:
     """Where the sequences of a step begin: (batch,). Raises ValueError when the text is too short for one."""
-    given = f"a text of {length} bytes for sequences of {seq_len} tokens"
-    expect(length > seq_len, given, f"{seq_len + 1} at least")
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(length - seq_len, (batch,), generator=generator)
+    expect(length > seq_len, f"a text of {length} bytes for sequences of {seq_len} tokens", f"{seq_len + 1} at least")
+    return torch.randint(length - seq_len, (batch,), generator=torch.Generator().manual_seed(step))
 
 
 def read_batch(

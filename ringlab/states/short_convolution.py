@@ -91,8 +91,7 @@ def convolved(ahead: Tensor, run: Tensor, since: Tensor, taps: Tensor) -> Tensor
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same on one process: x (B, N, S), weight (N, k), bias (N,) -> y (B, N, S)."""
-    padded = pad(x, (weight.shape[1] - 1, 0))
-    return conv1d(padded, weight[:, None], bias, groups=len(weight))
+    return conv1d(pad(x, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=len(weight))
 
 
 def main() -> int:
