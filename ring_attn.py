@@ -83,6 +83,6 @@ def ring_attention(
 
 
 if __name__ == "__main__":
-    from ringlab.basics import command  # only here: a project that imports the ring needs no command
+    from ringlab.basics import ring_attn_command  # only here: a project that imports the ring needs no command
 
-    sys.exit(command.main(ring_attention))
+    sys.exit(ring_attn_command.main(ring_attention))

@@ -25,7 +25,7 @@ import torch
 
 from figures import gradients_home
 from notebooks.source import workers
-from notebooks.source.checks.trainable_ring import check_added_so_far, check_softmax_backward
+from notebooks.source.checks.gradients_and_balance import check_added_so_far, check_softmax_backward
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.ring.backward import ring_backward

@@ -27,7 +27,7 @@ import torch
 
 from bench import record
 from figures import timelines
-from notebooks.source.checks.trainable_ring import check_hidden_by_overlap, check_overlap_order
+from notebooks.source.checks.gradients_and_balance import check_hidden_by_overlap, check_overlap_order
 from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention

@@ -25,7 +25,7 @@ import torch
 from ipywidgets import interact
 
 from figures import causal_layouts
-from notebooks.source.checks.trainable_ring import check_striped_mask, check_zigzag_positions
+from notebooks.source.checks.gradients_and_balance import check_striped_mask, check_zigzag_positions
 from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention

@@ -30,7 +30,7 @@ import torch
 import trainable_ring as ring
 from figures import backward_timeline
 from notebooks.source import workers
-from notebooks.source.checks.trainable_ring import check_attention_on_a_kernel, check_group_gradient
+from notebooks.source.checks.gradients_and_balance import check_attention_on_a_kernel, check_group_gradient
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.transformer import TEXT, Config, Transformer, summed_loss

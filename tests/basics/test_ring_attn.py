@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 import ring_attn
 from ring_attn import ring_attention
 from ringlab import support
-from ringlab.basics import command
+from ringlab.basics import ring_attn_command as command
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.options import new_file
 from ringlab.ring import overlap

@@ -25,7 +25,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.jobs.verdict import MISTAKES
 from ring_doctor.whole_models.whole_model import examine_model
 from ring_planner import command as planner
-from ringlab.basics import command
+from ringlab.basics import ring_attn_command as command
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import train
 from ringlab.ring.layouts import rotary
