@@ -127,13 +127,12 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
 def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
     """Note the errors of one result, and the ranks whose part of the result is wrong."""
     case = answer.case
-    error = right.error(x).nan_to_num(nan=math.inf)
+    error = right.error(x).nan_to_num(nan=math.inf, posinf=math.inf)
     share = error / right.allowed
     worst = int(share.argmax())
     answer.errors[name] = float(error.flatten()[worst]), float(right.allowed.flatten()[worst])
-    finite = torch.where(error.isfinite(), error, 0.0)
     exact = torch.where(right.exact.isfinite(), right.exact, 0.0)
-    answer.relative[name] = math.inf if error.isinf().any() else float(finite.norm() / exact.norm().clamp(1e-300))
+    answer.relative[name] = float(error.norm() / exact.norm().clamp(1e-300))
     if not right.accepts(x):
         answer.wrong[name] = float(share.max())
         bad = torch.ones(case.seq_len) if name[1:] in case.learned else (share > 1).movedim(2, 0).flatten(1).any(dim=1)

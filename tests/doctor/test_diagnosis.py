@@ -251,9 +251,8 @@ def test_when_a_mistake_shows():
         return when_it_shows(answers)
 
     plain, causal = Case(3, 18), Case(3, 18, True)
-    assert (
-        when(*[(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
-    )
+    from_3 = [(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]
+    assert when(*from_3) == "from 3 ranks on (right with 1, 2)"
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
     assert when((plain, OK), (causal, WRONG), (Case(4, 24), WRONG)) == ""  # neither alone tells it

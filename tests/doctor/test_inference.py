@@ -319,6 +319,7 @@ def test_the_question_of_an_xray():
     assert wrong(batch, two, three, alone).case == Case(3, 12, True, "zigzag", heads=1, kv_heads=1, head_dim=12)
     assert wrong(batch, alone).how == "without gradients"
     assert wrong(batch, narrow).case.dtype == torch.bfloat16
+    assert wrong(narrow, replace(three, members=(1, 2, 3)), two) == wrong(two)
     assert wrong(batch).case.batch == 1
     assert not wrong(sinks).case.sinks
     assert wrong(Question(Case(3, 19))).case.seq_len == 19, "unequal chunks stay unequal"
@@ -330,10 +331,8 @@ def test_the_question_of_an_xray():
     assert wrong(Question(odd, "views")) == Question(plainly)
     for chunk, taken in ((5, 4), (8, 8), (16, 16), (17, 4), (20, 4)):  # another one than usual is one that a ring needs
         answers = [Answer(Question(Case(3, 3 * 22)), WRONG, results={"out": torch.zeros(1)})]
-        assert (
-            choose_question(Examination(replace(PATIENT, chunk=chunk, layouts=LAYOUTS[:1]), answers)).case.seq_len
-            == 3 * taken
-        )
+        patient = replace(PATIENT, chunk=chunk, layouts=LAYOUTS[:1])
+        assert choose_question(Examination(patient, answers)).case.seq_len == 3 * taken
 
 
 def hang(waits, *late):

@@ -95,7 +95,7 @@ def test_nan_and_infinity_are_wrong(name, number, dtype):
     answer = judged(question, results)
     assert answer.state == WRONG
     assert set(answer.wrong) == {name}
-    assert answer.relative[name] == math.inf
+    assert (answer.relative[name], answer.errors[name][0]) == (math.inf, math.inf)
     assert answer.ranks[name] == (2,)  # of six pieces of 3 tokens rank 2 has the tokens 6 to 8 and 9 to 11
 
 
@@ -191,8 +191,9 @@ def test_float32_inside_is_excused_in_float64(seed, mask, head_dim):
     assert (answer.state, answer.in_float32) == (OK, True)
 
 
+@pytest.mark.parametrize(("times", "state"), [(1.9, OK), (2.1, WRONG)])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_wrong_number_beside_float32_is_not_excused(name):
+def test_one_wrong_number_beside_float32_is_not_excused(name, times, state):
     """Every number counts, not the largest error, nor the result that is the most wrong."""
     question = Question(replace(QUESTION.case, dtype=torch.float64))
     results = in_float32(question.case)
@@ -200,10 +201,9 @@ def test_one_wrong_number_beside_float32_is_not_excused(name):
     allowed = right_results(Question(replace(question.case, dtype=torch.float32)))[name].allowed
     smallest = int(allowed.argmin())
     results[name] = results[name].clone(memory_format=torch.contiguous_format)
-    results[name].view(-1)[smallest] = right.exact.flatten()[smallest] + 2.1 * allowed.flatten()[smallest]
+    results[name].view(-1)[smallest] = right.exact.flatten()[smallest] + times * allowed.flatten()[smallest]
     answer = judged(question, results)
-    assert (answer.state, answer.in_float32) == (WRONG, False)
-    assert name in answer.wrong
+    assert (answer.state, answer.in_float32, name in answer.wrong) == (state, state == OK, state == WRONG)
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"inputs": "large"}])
@@ -249,7 +249,8 @@ def test_sums_in_16_bits_under_autocast_alone_are_right_if_plain_attention_is_no
     answers.append(judged(Question(sums, "autocast"), rounded))
     if times:
         exact = {name: right.exact for name, right in usual.right().items()}
-        found = {name: exact[name] + times * (x - exact[name]) for name, x in of_torch(usual, autocast=True).items()}
+        found = of_torch(usual, autocast=True)
+        found |= {"dk": exact["dk"] + times * (found["dk"] - exact["dk"])}  # one result is enough
         answers.append(judged(AUTOCAST, {name: x.float() for name, x in found.items()}))
     said = Examination(patient_of(ring_flash_attention), answers).compared_under_autocast()
     assert (answers[1].state, said) == (state, [PRODUCTS] if state == OK else [])
@@ -363,9 +364,7 @@ def test_large_scores_overflow(dtype, head_dim):
     scores = q @ k.mT * head_dim**-0.5
     assert (scores[:, :, ::2].exp() == math.inf).all()
     assert (scores[:, :, 1::2].exp() == 0).all()
-    assert {name: bool(right.exact.isfinite().all()) for name, right in case.right().items()} == dict.fromkeys(
-        NAMES, True
-    )
+    assert all(right.exact.isfinite().all() for right in case.right().values())
     weights = scores.softmax(dim=-1)
     assert weights.amax(dim=-1).max() < 0.99  # and yet no key has all the weight
 
@@ -376,6 +375,7 @@ def test_attention_sinks_are_one_more_logit_in_each_softmax(dtype, heads, kv_hea
     case = Case(3, 18, True, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, sinks=True)
     for name, x in of_torch(case, torch.float64).items():
         torch.testing.assert_close(case.right()[name].exact, x, rtol=1e-12, atol=1e-12)
+    assert dtype != torch.float64 or case.right()["dsinks"].sums.max() < 1200 * torch.finfo(dtype).eps
 
 
 ROUNDING = {  # entries that round, on paper: which inputs show them, and in which results

@@ -149,7 +149,7 @@ XRAYS = {
         for n in (0, 2)
     },
     **{f"mask {i}: {mask[:3]}": lambda mask=mask: masked(*mask) for i, mask in enumerate(MASKS)},
-    "a document leaks": lambda: where(DOCUMENTS, (6, 3), (5, slice(5)), to=1),
+    "a document leaks": lambda: where(DOCUMENTS, (6, 3), (5, slice(5)), (slice(6, 8), 4), to=1),
     "out times 3": lambda: changed(FULL, "out", lambda x: 3 * x),
     "out times 3, causal": lambda: changed(CAUSAL, "out", lambda x: 3 * x),
     **{
