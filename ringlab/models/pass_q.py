@@ -43,7 +43,7 @@ from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
 from ringlab.ring.partition import BlockSlice, cut, kept
 from ringlab.ring.schedule import check_sinks, check_softcap
-from ringlab.support.agreement import agree_same, members
+from ringlab.support.agreement import agree_same, members, one_pass
 from ringlab.support.expect import expect
 from ringlab.ways.all_to_all import swap
 
@@ -120,7 +120,8 @@ def cached_attention(
         partial_bytes = max(q.element_size(), 4)
         passing = "KV" if keys * q.element_size() <= queries * q.element_size() + home * partial_bytes else "Q"
     attention = partial(attend_pieces, scale=scale, softcap=softcap)
-    out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
+    with one_pass(group):
+        out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
     return out.to(q.dtype), passing
 
 

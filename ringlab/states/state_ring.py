@@ -111,9 +111,10 @@ WAYS: dict[str, Way] = {"hops": by_hops, "scan": by_scan, "gather": by_gather}
 
 def along(way: Way, chain: Chain, group: Any, runs: list[list[Map]], h: Tensor) -> list[list[Tensor]]:
     """The state before each chunk of this rank's runs, whose maps are given; h is the state before the sequence."""
-    wholes = [reduce(lambda first, then: then.after(first), run) for run in runs]
-    before = way(wholes, chain, h, group)
-    return [states_along(run[:-1], state) for run, state in zip(runs, before, strict=True)]
+    with one_pass(group):
+        wholes = [reduce(lambda first, then: then.after(first), run) for run in runs]
+        before = way(wholes, chain, h, group)
+        return [states_along(run[:-1], state) for run, state in zip(runs, before, strict=True)]
 
 
 class HandOn(torch.autograd.Function):
@@ -126,8 +127,7 @@ class HandOn(torch.autograd.Function):
     def forward(ctx: Any, way: Way, where: "Runs", group: Any, h: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
         """`maps` are keep and add of each run's chunks; h (B, H, D, Dv) is the state before the sequence."""
         runs = [each_of(Map(*pair)) for pair in zip(maps[::2], maps[1::2], strict=True)]
-        with one_pass(group):
-            states = tuple(torch.stack(of_run, dim=2) for of_run in along(way, where.chain, group, runs, h))
+        states = tuple(torch.stack(of_run, dim=2) for of_run in along(way, where.chain, group, runs, h))
         ctx.way, ctx.chain, ctx.group, ctx.call = way, where.chain, group, where.call
         ctx.save_for_backward(*maps[::2], *states)
         return states
@@ -142,8 +142,7 @@ class HandOn(torch.autograd.Function):
         ][::-1]
         zeros = torch.zeros_like(d_states[0][:, :, 0])
         agree(lambda: None, ctx.group, function=f"the backward pass of call {ctx.call}")
-        with one_pass(ctx.group):
-            behind = along(ctx.way, ctx.chain[::-1], ctx.group, runs, zeros)
+        behind = along(ctx.way, ctx.chain[::-1], ctx.group, runs, zeros)
         d_h = runs[-1][-1](behind[-1][-1]) if ctx.chain[0] == members(ctx.group)[0] else zeros
         d_maps: list[Tensor] = []
         for h, of_run in zip(states, behind[::-1], strict=True):

@@ -295,8 +295,6 @@ BAD_OPTIONS = {
     "--seq-len 99999999999999999999": "q, k and v take more than the ",
     "--batch 1.5": "--batch: '1.5' given, expected a whole number of 1 or more",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
-    "--device tpu": "--device: invalid choice: 'tpu'",
-    "--seed x": "--seed: invalid int value: 'x'",
     "--trace tests.json/..": "--trace: 'tests.json/..' given, expected a name ending in .json",
     "--trace t.txt": "--trace: 't.txt' given, expected a name ending in .json",
     "--device cuda": "--device cuda needs a GPU: 0 GPU(s) for 4 process(es) on this host; expected",

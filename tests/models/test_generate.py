@@ -263,7 +263,6 @@ def stored_too_often(context):
 GOOD = [[[1]]] * 3
 REFUSED = [  # what is done on each rank, and what all say
     (["prompts of [2, 0] tokens", "expected", "1 token or more each"], refused, [[[1, 2], []]] * 3),
-    (["rank 1: prompts of [1, 0] tokens", "expected"], refused, [[[1]], [[1], []], [[1]]]),
     (["prompts of [] tokens", "expected a prompt at least"], refused, [[]] * 3),
     (["0 new ones", "expected", "1 new token or more"], refused, GOOD, 0),
     (["61 is in a prompt", "expected tokens", "from 0 to 60"], refused, [[[1, 61]]] * 3),

@@ -172,12 +172,12 @@ def test_every_option_arrives(ranks, tmp_path, data, unbroken):
     weights = 256 * 16 + (16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 48) * 2 + 16 * 16 + 16 * 8 + 32 * 4  # q, o, k, v, F; z
     flops = 6 * 4 * 24 * (weights + 16 * (24 + 3 * 4))  # a layer of attention, and a linear one
     for steps, before, more in ((2, 0, []), (4, 2, ["--resume"])):
-        for rank, found in enumerate(ranks(4, told, [*common, "--steps", steps, *more])):
+        for rank, found in enumerate(ranks(6, told, [*common, "--steps", steps, *more])):
             seen, precisions, peak, progress, said = found
             assert seen == {"dtype": torch.bfloat16, "layout": "contiguous", "checkpointing": True}
             assert (precisions, peak) == ([(torch.bfloat16, torch.float32)], torch.bfloat16)
             assert progress == (before, steps, 4 * 24, flops, 1e9)
-            assert ("\nstep      4 x 24 tokens, 2 x 12 on a rank\n" in said) == (rank == 0)
+            assert ("dp 2 x cp 3, contiguous layout\nstep      4 x 24 tokens, 2 x 8 on a rank\n" in said) == (rank == 0)
             curve = f"the curve needs matplotlib: {install('plots')}; its numbers are {tmp_path}/loss.jsonl\n"
             assert said.endswith(f"done      {steps} steps; {curve}") == (rank == 0)
     torch.testing.assert_close(losses(tmp_path), unbroken[:4], rtol=0.02, atol=0)

@@ -209,8 +209,6 @@ def test_rotary_is_equation_34(base):
     x = random_qkv((2, 2, len(FAR), 8), torch.float64)[0]
     exact = rotary_by_hand(x, FAR, base)
     torch.testing.assert_close(rotary(x, FAR, base), exact, rtol=0, atol=1e-10)  # angles up to 1e5 round to 1e-11
-    if base == 10_000.0:
-        assert torch.equal(rotary(x, FAR), rotary(x, FAR, base))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

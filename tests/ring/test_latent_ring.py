@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.backends.cuda import cudnn_sdp_enabled
 
-from ringlab import choose_keys, ring_flash_attention, ring_latent_attention
+from ringlab import choose_keys, ring_flash_attention, ring_latent_attention, ring_linear_attention
+from ringlab.models.pass_q import agree_on_places, cached_attention
 from ringlab.ring import chosen_keys, latent_ring
 from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import LAYOUTS, unshard
@@ -323,10 +324,13 @@ def test_backward_passes_in_another_order_are_refused(ranks):
 def after_an_error(context, function):
     """What is said of a pass that an error of this function ends, and of the next one."""
     said, group, (inputs, index) = [], dist.new_group(), of_three_tokens()
+    at = (3 * context.rank + torch.arange(3)).expand(B, -1)
     for broken in (mock.patch(function, side_effect=MemoryError("none left")), nullcontext()):
         try:
             with broken:
                 choose_keys(*index, group=group)
+                ring_linear_attention(*index[:1] * 3, group=group)
+                cached_attention(*index[:1] * 3, agree_on_places(at, at, group))
                 ring_latent_attention(*inputs, documents=[2, 4], group=group).sum().backward()
         except (MemoryError, ValueError) as error:
             said.append(str(error))
@@ -334,11 +338,13 @@ def after_an_error(context, function):
     return said
 
 
-@pytest.mark.parametrize(
-    "name", ["chosen_keys.best_of_blocks", "latent_ring.flash_forward", "latent_ring.latent_backward"]
-)
+BROKEN = ["ring.chosen_keys.best_of_blocks", "ring.latent_ring.flash_forward", "ring.latent_ring.latent_backward"]
+BROKEN += ["states.state_ring.reduce", "models.pass_q.attend_pieces"]
+
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_group_in_which_an_error_ended_a_pass_is_refused(ranks, name):
-    for first, then in ranks(2, after_an_error, f"ringlab.ring.{name}"):
+    for first, then in ranks(2, after_an_error, f"ringlab.{name}"):
         assert first == "none left"
         assert NEW_GROUP in then
 

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import re
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -181,7 +182,6 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
     "two devices": ((X, X.to("meta"), X), None, ["k is torch.float32 on meta", "on cpu", "one device", "x.to(q)"]),
     "no device": ((X.to("meta"),) * 3, None, ["q, k and v are on the device meta", "expected another device"]),
     "integers": ((X.long(), X.long(), X.long()), None, ["q has dtype torch.int64", "floating dtype", "x.float()"]),
-    "complex numbers": ((X.cfloat(), X.cfloat(), X.cfloat()), None, ["q has dtype torch.complex64", "floating dtype"]),
     "no batch": ((X[:0], X[:0], X[:0]), None, ["q has shape (0, 2, 4, 3)", "every size to be 1 or more"]),
     "no keys": ((X, X[:, :, :0], X[:, :, :0]), None, ["k has shape (1, 2, 0, 3)", "every size to be 1 or more"]),
     "D of 0": ((X[..., :0], X[..., :0], X[..., :0]), None, ["q has shape (1, 2, 4, 0)", "every size to be 1 or more"]),
@@ -207,10 +207,8 @@ BAD_TO_RINGS = [
     (ring_attention, ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3", "one shape"])),
     (ring_attention, GRADIENTS),
     (overlap.ring_attention, GRADIENTS),
-    (overlap.ring_attention, BAD["k and v"]),
     (backward.ring_attention, BAD["k and v"]),
     (grouped_query.ring_attention, BAD_GROUPS["no multiple"]),
-    (grouped_query.ring_attention, BAD_GROUPS["tokens"]),
 ]
 
 
@@ -234,7 +232,6 @@ BAD_MASKS = [
     ({"documents": (3, 4)}, ["documents of 3, 4 tokens, 7 in all, for a sequence of 8; expected ", "8 in all"]),
     ({"documents": [4.0, 4.0]}, ["documents is (4.0, 4.0); expected ", "whole numbers"]),
     ({"documents": [True, 7]}, ["documents is (True, 7); expected"]),
-    ({"documents": torch.tensor([4.0, 4.0])}, ["documents is (4.0, 4.0); expected ", "tensor"]),
     ({"documents": torch.ones(2, 4, dtype=int)}, ["documents is tensor([[1"]),
     ({"documents": "8"}, ["documents is '8'; expected a list of their lengths"]),
     ({"documents": []}, ["documents is (); expected"]),
@@ -264,7 +261,6 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
         for queries, keys in ((2, 4), (4, 2))
     ),
     (blockwise_attention, (X, X, X), {"block_size": 0}, ["block_size is 0; expected 1 or more"]),
-    (blockwise_attention, (X, X, X), {"block_size": -3}, ["block_size is -3; expected 1 or more"]),
     (merge, (OUT, LSE[0], OUT, LSE), {}, ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
     (merge, (OUT, LSE, OUT, LSE[..., None]), {}, ["out_b has shape (2, 4, 3) and lse_b (2, 4, 1)", "same for a and b"]),
     (merge, (OUT, LSE, OUT[:, :2], LSE[:, :2]), {}, ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
@@ -290,7 +286,6 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     ),
     (document_lengths, ([0],), {}, ["cu_seqlens is (0,); expected a list or tensor (documents + 1,)"]),
     (document_lengths, ([0, 4.0],), {}, ["cu_seqlens is (0, 4.0); expected ", "whole numbers"]),
-    (document_lengths, (torch.tensor([0.0, 4.0]),), {}, ["cu_seqlens is (0.0, 4.0); expected ", "whole numbers"]),
     (document_lengths, (torch.tensor([[0, 4]]),), {}, ["cu_seqlens is tensor([[0, 4]]); expected"]),
     (document_lengths, ([5, 17, 24],), {}, ["cu_seqlens begins with 5, ", "; expected 0"]),
     (document_lengths, ([0, 5, 5, 24],), {}, ["document 1 goes from 5 to 5; expected ", "a token or more"]),
@@ -348,6 +343,15 @@ def test_what_cannot_be_scattered(ranks, x, words):
     assert_refused(ranks, 5, words, scatter_from_the_first, x)
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_ring_asks_whether_so_many_heads_are_tokens():
+    for heads, tokens, asks in ((160, 20, False), (161, 20, True), (128, 3, False), (129, 3, True)):
+        with warnings.catch_warnings(record=True) as told:
+            flash_ring.ring_flash_attention(*torch.zeros(3, 1, heads, tokens, 2))
+        words = f": {heads} heads of {tokens} tokens. Is it (B, S, H, D)?"
+        assert [(it.filename, words in str(it.message)) for it in told] == [(__file__, True)] * asks
+
+
 COMPILED = [flash_ring.ring_flash_attention, flash_ring.scaled_dot_product_attention, ring_linear_attention]
 
 
@@ -357,4 +361,4 @@ def test_attention_over_ranks_runs_as_it_is_under_torch_compile(monkeypatch, att
     monkeypatch.setattr(torch, "compiler", compiler)
     monkeypatch.setitem(vars(torch), "_dynamo", compiler)
     assert attention() is attention.__wrapped__
-    compiler.graph_break.assert_called_once()
+    compiler.graph_break.assert_called_once_with(msg="attention over ranks is not compiled; expected fullgraph=False")

@@ -127,6 +127,8 @@ def test_no_square_of_a_block_exists(tile):
     ring, x = jax_ring.on_mesh(jax_ring.virtual_devices(1), causal=True), jnp.ones((1, 1, 64, 2))
     with mock.patch.object(jax_block, "TILE", tile):
         traced = jax.make_jaxpr(partial(jax_ring.gradients, ring))(x, x, x, x)
+    precisions = {it.params.get("precision") for it, _ in equations(traced.jaxpr) if it.primitive.name == "dot_general"}
+    assert precisions == {(lax.Precision.HIGHEST,) * 2}  # a TPU would round float32 to bfloat16
     sizes = [math.prod(var.aval.shape) for equation, _ in equations(traced.jaxpr) for var in equation.outvars]
     assert len(sizes) > 100
     assert (max(sizes) < 64**2) == (tile < 64)

@@ -614,7 +614,7 @@ def called(call, mine, group):
         out = attention(**dict(zip(mine, inputs, strict=True)))
         return out[0] if call.way == "states" else out
 
-    part = (state_ring, "along") if call.way == "states" else (flash_ring, "fused_forward")
+    part = (state_ring, "reduce") if call.way == "states" else (flash_ring, "fused_forward")
     broken = mock.patch.object(*part, side_effect=call.error) if call.error else nullcontext()
     with about, broken:
         if call.mode == "checkpointed":
