@@ -507,16 +507,8 @@ def test_ranks_are_in_their_order_and_a_launcher_that_stays_is_ended(tmp_path, m
         ((5.0, 5.0), 1.0, "the gradients of 2 ranks are those of the first job"),
         ((5.0, 4.0), 1.0, "clipped_per_rank; the norm for clipping is 5, 4, and that of the whole gradient 5"),
         ((5 * 2**0.5,) * 2, 1.0, "gradients_over_root_p; the norm for clipping is 7.071, 7.071"),
-        (
-            (7.0, 7.0),
-            1.0,
-            "wrong after clipping only: the norm; the norm for clipping is 7",
-        ),
-        (
-            (5.0, 5.0),
-            2.0,
-            "wrong after clipping only: weight; the norm for clipping is 5",
-        ),
+        ((7.0, 7.0), 1.0, "wrong after clipping only: the norm; the norm for clipping is 7"),
+        ((5.0, 5.0), 2.0, "wrong after clipping only: weight; the norm for clipping is 5"),
     ],
 )
 def test_clipping_of_right_gradients_is_told(norms, after, says, tmp_path):

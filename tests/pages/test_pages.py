@@ -125,10 +125,7 @@ def test_every_concept_is_on_the_map():
 
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
 FOLDERS = ("", "bench/", "book/pages/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
-PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
-    *build.chapters(),
-    *build.others(),
-]
+PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [*build.chapters(), *build.others()]
 
 
 def anchors(markdown: str) -> set[str]:

@@ -34,11 +34,7 @@ WRONG = [  # step, file, what is said
 ]
 
 
-@pytest.mark.parametrize(
-    ("number", "file"),
-    [(1, FIRST), (6, SIXTH)],
-    ids=lambda x: "file" if "\n" in str(x) else None,
-)
+@pytest.mark.parametrize(("number", "file"), [(1, FIRST), (6, SIXTH)], ids=lambda x: "file" if "\n" in str(x) else None)
 def test_a_right_file_passes_its_step(number, file, tmp_path):
     path = tmp_path / f"right_{number}.py"
     path.write_text(file)

@@ -112,9 +112,7 @@ WRONG_ANSWERS = {
         (lambda s: s.exp(), "small scores"),
         (lambda s: naive_softmax(s - (1000 if s.max() > 500 else s.max())), "e^1000 overflows"),
     ],
-    "check_running_update": [
-        (max_by_products, "these are the first keys, so m was -inf"),
-    ],
+    "check_running_update": [(max_by_products, "these are the first keys, so m was -inf")],
     "check_merge_two": [
         (lambda a, la, b, lb: (a, torch.logaddexp(la, lb)), "weigh out_a"),
         (unstabilised_merge, "e^1000 overflows"),
@@ -146,10 +144,7 @@ WRONG_ANSWERS = {
         (lambda s, n, N, dp, cp, tp: s / n * n / N * dp * cp, "ZeroDivisionError"),
         (lambda s, n, N, dp, cp, tp: s / N * dp * cp if n else 1.0, "only padding"),
     ],
-    "check_attention_function": [
-        (repeated, "K and V have 2 heads, and you send 4"),
-        (twice_called, "called 2 times"),
-    ],
+    "check_attention_function": [(repeated, "K and V have 2 heads, and you send 4"), (twice_called, "called 2 times")],
     "check_xrays": [
         (NAMES | {"A": "own_block_twice"}, "KV1 would be right, and the X-ray shows it as missing"),
         (NAMES | {"B": "gradients_travel_other_way"}, "shows it as what belongs to KV(j + 1)"),
