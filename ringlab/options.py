@@ -9,13 +9,19 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are one line, without the usage. Of the ranks that torchrun starts, the first of each host says it."""
+    """Its errors are one line, without the usage. Of the ranks that torchrun starts, the first of each host speaks."""
+
+    def speaks(self) -> bool:
+        return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"  # a folder may lack on one host alone
+
+    def format_help(self) -> str:
+        return super().format_help() if self.speaks() else ""
 
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line, which says what is expected."""
         line = " ".join(message.split())
         expected = "" if "expected" in line else "; expected options as in --help"
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # a folder may lack on one host alone
+        if self.speaks():
             print(f"{self.prog}: {line}{expected}", file=sys.stderr)
         raise SystemExit(2)
 
