@@ -267,7 +267,7 @@ def part(name: str, language: str) -> str:
         here = f"curl -L {SITE or 'ADDRESS'}/{ARCHIVE} | tar xz"
         return f"git clone {REPOSITORY} ring-attention" if REPOSITORY else here
     if name == "doors":
-        rows = re.findall(r"^\| (.*?) \| (.*?) \| `(.*?)` \| (.*?) \|$", sections[0], re.M)
+        rows = re.findall(r"^\| (.*?) \| (.*?) \| `(.*?)` \| (.*?) \|$", text, re.M)
         touch = ("[](/ring.md)", "", "[](/xray.md)", "[](/planner.md)")  # the explorer of each door
         found = "::::{container} doors\n\n"
         for (door, want, command, its), explorer_of in zip(rows, touch, strict=True):
