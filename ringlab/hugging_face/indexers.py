@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ringlab.ring.layouts import positions
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
-from ringlab.support.agreement import flat_group
+from ringlab.support.agreement import flat_group, one_pass
 from ringlab.support.expect import expect
 from ringlab.support.extras import extra
 
@@ -106,7 +106,8 @@ def in_ring(attention: LayerAttention, part: nn.Module, hidden_states: Tensor, *
         mine = positions(layout, P * hidden_states.shape[1], rank, P)[at.cpu()]
         return Mask(True, asked.documents).dense(mine, P * hidden_states.shape[1]).to(at.device)
 
-    return choose(gather, seen, QUERIES, part, hidden_states, *args, **kw)
+    with one_pass(group):
+        return choose(gather, seen, QUERIES, part, hidden_states, *args, **kw)
 
 
 def alone(part: nn.Module, hidden_states: Tensor, *args: Any, queries: int = QUERIES, **kw: Any) -> Tensor:

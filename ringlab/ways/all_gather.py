@@ -42,7 +42,6 @@ from ringlab.ring.partition import BlockSlice, Partition, cut, every, kept
 from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.agreement import members
 from ringlab.support.exchange import all_gather
-from ringlab.support.timeline import span
 
 # torch 2.13 gave it another name; older releases are supported too.
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -79,8 +78,7 @@ class AllGather(Schedule):
             if head + 1 < self.kv_heads:
                 following = slice(head + 1, head + 2)
                 coming = self.gather(k[:, following], v[:, following], buffers[(head + 1) % 2])
-            with span("wait", head, k, v):
-                arriving.wait()
+            arriving.wait()
             for j in range(len(blocks)):
                 for whole, block in zip(in_order, self.block(k, v, blocks, j), strict=True):
                     self.partition.places(j).put(whole, block)

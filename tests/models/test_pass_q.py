@@ -222,7 +222,7 @@ def with_rank_1(at, keys_at):
 PLACES = [
     (with_rank_1([], [0.5]), ALIKE, ["rank 1: keys_at is torch.float32", "expected int64"]),
     (with_rank_1([[], []], [1]), ALIKE, ["rank 1: keys_at is torch.int64 of shape (1, 1), at (2, 0)", "(B, tokens)"]),
-    (with_rank_1([-1], [1]), ALIKE, ["rank 1: at is -1; expected positions from 0 on"]),
+    (with_rank_1([-1, *range(7)], [1]), ALIKE, ["rank 1: at is -1, 0, 1, 2, 3, 4, 5, 6; expected positions from 0 on"]),
     (with_rank_1([1, 1], [1]), ALIKE, ["rank 1: at is 1, 1;", "rising"]),
     (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
     (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
