@@ -21,7 +21,7 @@ halves the pairs and needs the same memory. Its peak, in chunks of C = S/P token
 
 naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
 blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
-ring         18 chunks for any P                      as many; K, V and dK, dV in two buffers each, 8; the sum of dq
+ring         18 chunks; P = 2: 16, P = 1: 11          as many; K, V and dK, dV in two buffers each, 8; the sum of dq
 
     $ python -m bench memory max_context
 """
@@ -230,7 +230,7 @@ def counted_training(method: str, chunk: int, *, heads: int, head_dim: int, worl
         return 3 * 4 * heads * chunk**2 + 6 * rows
     if method == "blockwise":
         return 9 * rows + lse + SCORES
-    return (15 if world_size == 2 else 18) * rows + 2 * lse + SCORES  # two ranks need one buffer of each kind
+    return {1: 11, 2: 16}.get(world_size, 18) * rows + 2 * lse + SCORES  # few ranks need fewer buffers
 
 
 def step_of_a_layer(context: RankContext, method: str, chunk: int, budget: int, heads: int, head_dim: int) -> None:

@@ -214,7 +214,7 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (NUMBER, lambda n: np.int64(3 * n), "right: triple"),
     (NUMBER, lambda n: torch.tensor([3.0 * n]), "right: triple"),
     (NUMBER, lambda n: 3.5 * n, "not yet: n = 3: you say 10.5: three times n"),
-    (NUMBER, lambda n: (1 + 0.9e-6) * 3 * n, "right: triple"),
+    (NUMBER, lambda n: (1 + 0.9e-6) * 3 * n + 1e-13, "right: triple"),
     (NUMBER, lambda n: (1 + 1.1e-6) * 3 * n, "not yet: n = 3: you say 9.0"),
     (NUMBER, lambda n: 3 * n + 1e-9, "not yet: n = 0: you say 1e-09"),
     (NUMBER, lambda n: 3 * n + (n > 9), "not yet: n = 10,000,000: you say 30,000,001"),

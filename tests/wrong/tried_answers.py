@@ -93,6 +93,11 @@ def twice_called(ring, q, k, v, scaling):
     return right_attention(ring, q, k, v, scaling)
 
 
+def of_own_chunk(ring, q, k, v, scaling):
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
 NAMES = {
     "A": "stale_first_block",
     "B": "gradients_not_sent_home",
@@ -144,7 +149,11 @@ WRONG_ANSWERS = {
         (lambda s, n, N, dp, cp, tp: s / n * n / N * dp * cp, "ZeroDivisionError"),
         (lambda s, n, N, dp, cp, tp: s / N * dp * cp if n else 1.0, "only padding"),
     ],
-    "check_attention_function": [(repeated, "K and V have 2 heads, and you send 4"), (twice_called, "called 2 times")],
+    "check_attention_function": [
+        (repeated, "K and V have 2 heads, and you send 4"),
+        (twice_called, "called 2 times"),
+        (of_own_chunk, "a rank sees its own chunk: call the ring"),
+    ],
     "check_xrays": [
         (NAMES | {"A": "own_block_twice"}, "KV1 would be right, and the X-ray shows it as missing"),
         (NAMES | {"B": "gradients_travel_other_way"}, "shows it as what belongs to KV(j + 1)"),

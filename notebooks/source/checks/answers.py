@@ -212,7 +212,7 @@ def as_tensor(given: Any, expected: str = "a tensor") -> Tensor:
     try:
         if isinstance(given, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
-                return given.detach().cpu().as_subclass(Tensor)
+                return given.cpu().as_subclass(Tensor)
         if isinstance(given, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in given):
             return torch.stack([as_tensor(x, expected) for x in given])
         return torch.as_tensor(np.array(given))
