@@ -33,8 +33,6 @@ from ringlab.ring.masks import Mask  # noqa: E402
 from tests.attention import dense  # noqa: E402
 from tests.hugging_face.hugging_face_models import SIZES, model_of  # noqa: E402
 
-DTYPES = (torch.float64, torch.bfloat16)
-
 
 def proved(model):
     noted = LayerAttention(ContextParallel())
@@ -48,7 +46,7 @@ def llama(dtype=torch.float64, **options):
     return model_of("Llama", options, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "options", "first"),
     [("Llama", {}, 0), ("GPT2", {}, 0), ("Roberta", {"is_decoder": True, "pad_token_id": 3}, 4), ("OPT", {}, 0)],
@@ -362,9 +360,8 @@ OTHER_RULES = {
 @pytest.mark.parametrize("text", OTHER_RULES)
 @pytest.mark.parametrize("local_size", [None, 4])
 def test_other_rules_are_told_in_words(text, local_size):
-    assert (
-        rule_in_words(OTHER_RULES[text]) == asked_mask(mask_function=OTHER_RULES[text], local_size=local_size) == text
-    )
+    rule = OTHER_RULES[text]
+    assert rule_in_words(rule) == asked_mask(mask_function=rule, local_size=local_size) == text
 
 
 def test_the_window_of_a_layer_is_that_of_its_mask():

@@ -393,11 +393,8 @@ def test_weights_that_fsdp2_shares_out_are_those_of_one_process(ring):
 def test_a_batch_is_padded_on_the_right():
     batch = collate(rows()[1:2])
     longer = padded(batch, 1, 6)
-    assert {name: (x.shape[1], x[0, -1].item()) for name, x in longer.items()} == {
-        "input_ids": (18, 0),
-        "attention_mask": (18, 0),
-        "labels": (18, -100),
-    }
+    last = {name: (x.shape[1], x[0, -1].item()) for name, x in longer.items()}
+    assert last == {"input_ids": (18, 0), "attention_mask": (18, 0), "labels": (18, -100)}
     assert padded(longer, 18, 6) is longer
     assert batch["input_ids"].shape == (1, 17)
     assert padded({**batch, "labels": [1]}, 1, 6)["labels"] == [1]  # it is refused later, on every rank
