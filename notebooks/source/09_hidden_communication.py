@@ -217,8 +217,9 @@ for times in memory.linear(results):  # S of P devices / (P · S of one)
 measured.max_context()
 
 # %% [markdown]
-# P devices of a ring reach P times the sequence of a ring of one. A ring of one reaches only half of what fused attention reaches alone
-# (*blockwise* in the picture): in float32 it holds 18 chunks, with a copy that the kernel makes, and fused attention without a ring 9. A
+# Eight devices of a ring reach twice the sequence of four. A device of a ring reaches only half of what fused attention reaches alone
+# (*blockwise* in the picture): in float32 it holds 18 chunks, with a copy that the kernel makes, and fused attention without a ring 9. The
+# picture is of 21 November 2026. Today a ring of two holds 16 chunks and a ring of one 11, so both reach further than their points. A
 # whole model of 32 layers also keeps a chunk for each layer, so there P devices reach
 # $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one device.
 #
