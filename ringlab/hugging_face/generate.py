@@ -228,7 +228,7 @@ def arguments(
     expect(not model.training, "the model is in training mode", "model.eval(): dropout would differ from rank to rank")
     loop |= prepared(model, args, kwargs)
     tokens, config = loop["input_ids"], loop["generation_config"]
-    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
+    unknown = [name for name, x in loop.items() if name not in LOOP and x is not None and x != {}]  # of pictures
     unknown += [name for name in NOT_HERE if getattr(config, name, None)]
     expect(not unknown, f"generate got {', '.join(unknown)}", "none: a rank has its own tokens only")
     guided = config.guidance_scale not in (None, 1)

@@ -219,6 +219,8 @@ def left_as_it_was(context):
     before, caches, rooms = model(**prompts_of()).logits, [], []
 
     def fails(input_ids, scores):
+        with pytest.raises(ValueError, match="called with another cache"):
+            model(input_ids)
         raise KeyboardInterrupt
 
     def begin(cache, at, room, own=SpreadCache.begin):
@@ -228,6 +230,9 @@ def left_as_it_was(context):
     with pytest.raises(KeyboardInterrupt), spread_generation(model):
         generated(model, 0, prompts_of(), logits_processor=[fails])
     assert "generate" not in vars(model)
+    skips = mock.patch.object(model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, 0))
+    with spread_generation(model), skips, pytest.raises(ValueError, match="2 layers called the spread cache 1 time"):
+        generated(model, 0, prompts_of())
 
     def noted(*args, **options):
         cache = SpreadCache(*args, **options)
@@ -316,10 +321,7 @@ REFUSED = [
     (asks(output_hidden_states=True, return_dict_in_generate=True), ["generate got output_hidden_states", "none"]),
     (asks(prefill_chunk_size=4), ["generate got prefill_chunk_size", "expected none"]),
     (with_embeddings, ["generate got inputs_embeds", "expected none"]),
-    (
-        lambda model, asked, rank: {**asked, "past_key_values": transformers.DynamicCache()},
-        ["past_key_values were given", "expected none"],
-    ),
+    (asks(past_key_values=transformers.DynamicCache()), ["past_key_values were given", "expected none"]),
     (lambda model, asked, rank: model.train() and None, ["in training mode", "expected model.eval()"]),
     (lambda model, asked, rank: {**asked, "attention_mask": asked["attention_mask"].flip(1)}, GAP),
     (masked(0, 5), GAP),
