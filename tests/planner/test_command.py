@@ -476,7 +476,7 @@ def test_the_most_gpus_and_the_least_and_the_most_of_each_number_are_taken():
     assert command.request_of(request_options(most))[0].gpus == 16_384
     one, full = replace(HOST, per_host=1), Wish(1, 1, "full")
     held = Plan(replace(one, hosts=16_384, recompute="full")).held
-    few = (replace(one, gpu=replace(one.gpu, memory=each)) for each in (held, held - 1))
+    few = (replace(one, hosts=n, gpu=replace(one.gpu, memory=held + 1 - n)) for n in (1, 2))
     assert [hosts_that_hold(step, full) for step in few] == [16_384, None]
     wider = command.request_of(request_options([*LLAMA.split(), "--hidden", "8192"]))[0].model
     assert (wider.heads, wider.head_dim) == (32, 256)
