@@ -229,6 +229,10 @@ def test_the_condition_that_keeps_a_mistake_from_the_fewest_right_answers_is_tol
     found = diagnosis.under_a_condition(entries, answers, ("out",))
     assert [each.name for each in found] == names
     assert {each.condition for each in found} == ({"under a causal mask"} if min(spared) else {""})
+    would |= {"a": answers[:1], "b": []}  # of a second wrong answer both give the numbers: for a, half of them
+    answers += [WrongAnswer(Answer(Question(Case(4, 24)), WRONG, wrong={"out": 9.0}))]
+    most = [diagnosis.under_a_condition(of, answers, ("out",), most=True) for of in (entries[:1], entries)]
+    assert [[each.name for each in of] for of in most] == [[], ["b"]]
 
 
 @pytest.mark.parametrize(("share", "near"), [(7.5, True), (8.5, False)])

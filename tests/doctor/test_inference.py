@@ -136,6 +136,11 @@ def value_0_thrice(case):
     return {"out": compute(case, whole=(q, k, torch.cat([3 * v[:, :, :1], v[:, :, 1:]], dim=2), d_out))["out"]}
 
 
+def known(case):
+    """dq and dk whose tiles say less than is known."""
+    return noise("dq")(case, x := compute(case)) | {"dk": 0 * x["dk"]}
+
+
 def imprecise(inputs, wrong):
     """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
     factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
@@ -252,6 +257,7 @@ TOLD_OF = {  # the answers, or these and an X-ray
     "X-ray of a mask that nobody asked for": seen(P3, "causal_unasked"),
     "X-ray of gradients of key 0": changed_xray(key_0_thrice),
     "X-ray of v of key 0": changed_xray(value_0_thrice),
+    "X-ray of known dq and dk": lambda: (planted(PLANTED["dq and dk over the scale"][0]), changed_xray(known)()[1]),
     "X-ray of dq and dv, each in its own way": seen(P3, TWO_WRONG),
     "X-ray without later ranks": seen(P3, sees(lambda x: x.seen & (not x.after))(RIGHT)),
     "X-ray of these, and averages added": seen(P3, CATALOGUE["averages_added"].variants[0](TWO_WRONG)),
