@@ -45,7 +45,8 @@ done
 case $killed${home##*/} in 1ring-doctor-????????) rm -rf "$home"; esac"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
 OTHERS = 60.0  # seconds, or a tenth of the limit, that ranks may need after the first has made its step
-TAIL = 8  # lines of a job's output, or of an error's begin and end
+TAIL = 8  # lines of a job's output
+LONGEST = 16  # lines of an error
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,9 @@ class Job:
     ranks: list[dict[str, Any]]  # what each rank wrote: recorder.py
 
     def tensor(self, kind: str, step: int, name: str, rank: int = 0) -> Tensor | None:
-        """A gradient, float64, or None for a rank that has none. One that was sharded is the same on all ranks.
-
-        The kinds: "before", before clipping; "gradient", as the optimizer gets it; "after", as it leaves it, if it is
-        none of torch's.
-        """
-        for of in (rank, "all"):
-            if (file := self.folder / f"{kind}-{step}-{name.replace('/', ':')}-{of}.pt").exists():
-                found: Tensor = torch.load(file).double()
-                return found
-        earlier = {"after": "gradient", "gradient": "before"}.get(kind)
-        return self.tensor(earlier, step, name, rank) if earlier else None
+        """A gradient, float64: "before" clipping, or the "gradient" that the optimizer gets. None if there is none."""
+        files = [self.folder / f"{of}-{step}-{name.replace('/', ':')}-{rank}.pt" for of in (kind, "before")]
+        return next((torch.load(file).double() for file in files if file.exists()), None)
 
 
 def run_job(
@@ -132,14 +125,11 @@ def _who_waits(folder: Path, steps: int) -> str:
 
 
 def failed_job(how: str, command: str, folder: Path) -> CannotExamine:
-    """How a job failed, with the error that ended a process first, or the last lines of its output.
+    """How a job failed, with the first error that ended a process, or the last lines of its output.
 
-    One of a process that computes, and was not only left by another one, is its reason.
+    An error of a process that was only left by another one is no reason.
     """
     errors = [file.read_text(errors="replace") for file in sorted(folder.glob("error-*"))]
-    own = [error for error in errors if not LOST_CONNECTION.search(error)]
-    said = [*own, *errors, (folder / "output").read_text(errors="replace")][0]
-    lines = [line for line in said.splitlines() if line.strip()][0 if errors else -TAIL :]
-    if len(lines) > 2 * TAIL:
-        lines[TAIL:-TAIL] = ["..."]
-    return CannotExamine("\n  | ".join([f"the job {how}: {command}", *lines]))
+    errors = [error for error in errors if not LOST_CONNECTION.search(error)] or errors
+    lines = errors[0].splitlines()[:LONGEST] if errors else (folder / "output").read_text(errors="replace").splitlines()
+    return CannotExamine("\n  | ".join([f"the job {how}: {command}", *(lines if errors else lines[-TAIL:])]))

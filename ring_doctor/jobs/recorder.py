@@ -1,7 +1,7 @@
 """What is seen of a training job from inside, until its step N: this file runs in each process of the user's job.
 
-    Python starts  ->  sitecustomize.py, which job.py put in front of PYTHONPATH, runs this file, then the user's own
-    import torch   ->  watching.py puts itself around backward, clipping, embeddings, losses, modules and messages
+    Python starts  ->  sitecustomize.py, which job.py put in front of PYTHONPATH, calls watching.py, then the user's own
+    import torch   ->  watching.py puts the recorder around modules, losses, messages, backward and clipping
     optimizer.step ->  the gradients go to files, one at a time; after step N the process waits for the others and ends
 
 Nothing is changed that a process computes. What `torch.compile` traces is left alone, so inside of it nothing is seen.
@@ -9,266 +9,241 @@ This file imports nothing of this project: the job may run in another environmen
 
 Shapes: as in the job. A gradient is whole: a DTensor's shards are gathered.
 
-Before: nothing. After: watching.py, who calls this.
+Before: nothing. After: watching.py, which calls this.
 """
 
 import gc
 import inspect
 import os
 import re
+import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
 STEPS = int(os.environ["RING_DOCTOR_STEPS"])
-KEPT = 200  # parts that may wait for a backward pass
+MOVE = os.environ["RING_DOCTOR_MOVE"]  # a dtype: weights are moved by one unit of it before they are used; or ""
 LARGEST = 2**24  # whole numbers that are kept of one argument
-
-
-def fresh() -> dict[str, Any]:
-    """What is noted of a part of a pass, or of a pass."""
-    return {"whole_numbers": {}, "messages": [], "labels": [], "sums": {}, "dtypes": set(), "draws": False}
+WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 class Recorder:
-    """What one process has seen. `passes` are the passes since the last step, each forward and backward.
-
-    A part is an outermost call of a module, or of a loss. Those parts belong to a pass whose results its loss comes
-    from, so nothing is noted of an evaluation, or of a trial of the model.
-    """
+    """What one process has seen. A pass is all that was called since the last backward pass, and this one."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.steps: list[dict[str, Any]] = []
-        self.parts: list[dict[str, Any]] = []
-        self.now = fresh()  # the part in hand
+        self.weights: dict[str, Any] = {}  # by name, what each and its squares add up to when it is first seen
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
-        self.weights: dict[str, Any] = {}  # by name, their sizes in the first step
-        self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
         self.compiles = False
-        self.stepping = ""  # the class of an optimizer that is not torch's, in its step
-        self.optimizers: list[Any] = []  # weak references: one that was replaced makes no step
+        self.stepping = ""  # the class of the optimizer that makes its step
+        self.new_pass()
         self.new_step()
+
+    def new_pass(self) -> None:
+        """Forget what was of the last forward pass."""
+        self.now: dict[str, Any] = {"whole_numbers": {}, "labels": [], "dtypes": set(), "sent": 0}
+        self.random: list[bytes] = []  # the generators' states when it began
+        self.noted: set[str] = set()  # arguments of the outermost call in hand
 
     def new_step(self) -> None:
         """Forget what was of the last step."""
         self.passes: list[dict[str, Any]] = []
         self.sums: dict[int, Any] = {}  # by module, its outputs: the sum of squares
-        self.of_modules: dict[int, str] = {}  # the names of modules in this step
-        self.sizes: dict[str, Any] = {}  # of weights before the step: what each and its squares add up to
+        self.called: list[Any] = []  # the outermost modules; they live until the step ends
         self.norm: float | None = None  # that the first clipping took
         self.clipped: set[str] = set()  # weights whose gradients were seen before clipping
-        self.read: set[int] = set()  # weights whose optimizer has begun its step
-        self.whose: dict[str, list[str]] = {"owned": [], "left": [], "later": []}  # names of weights: step
-        self.scale = 1.0  # of gradients, which an optimizer divides by inside of its step
+        self.read: dict[int, str] = {}  # weights whose optimizer has begun its step
+        self.sending = ""  # the class of an optimizer that sends messages in its step
         self.dtypes: set[str] = set()  # of gradients
-        self.own_steps: dict[str, int] = {}  # by class of an optimizer that is not torch's: messages in its step
 
     # While the model computes --------------------------------------------------------------------------------------
 
     def looks(self) -> bool:
-        """Whether what is called now belongs to a forward pass of the training, and not to a graph that is traced."""
-        compiling = self.torch.compiler.is_compiling()
-        return not compiling and not self.backwards and (self.depth > 0 or self.torch.is_grad_enabled())
+        """Whether what is called now belongs to a forward pass of the training."""
+        return not self.backwards and (self.depth > 0 or self.torch.is_grad_enabled())
 
-    def whole_numbers(self, key: str, x: Any) -> None:
-        """Keep the whole numbers of an argument, if it has some."""
-        whole = isinstance(x, self.torch.Tensor) and x.dtype in (self.torch.int64, self.torch.int32)
-        if whole and x.dim() > 0 and x.numel() <= LARGEST and key not in self.now["whole_numbers"]:
-            self.now["whole_numbers"][key] = local(x).detach().to("cpu", copy=True)
+    def begin_call(self) -> None:
+        """An outermost call. Messages before the first of a pass are none of the model's."""
+        self.noted = set()
+        if not self.random:
+            if self.read:  # only some optimizers have made their step
+                self.end_step()
+            self.random, self.now["sent"] = self.generators(), 0
 
-    def call(self, module: Any, original: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of a module: its whole numbers, and how large its output is."""
         if not self.looks():
             return original(module, *args, **kwargs)
         if not self.depth:
-            self.random = self.generators()
+            self.begin_call()
             self.called.append(module)
+            move(self.torch, module)
         kind = type(module)
-        names = list(inspect.signature(kind.forward).parameters)[1:]
-        for name, x in (*zip(names, args, strict=False), *kwargs.items()):
+        for name, x in (*zip([*inspect.signature(kind.forward).parameters][1:], args, strict=False), *kwargs.items()):
             self.whole_numbers(f"{kind.__name__}.{name}", x)
         self.depth += 1
         try:
             out = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        parts = flat(list(out.values()) if hasattr(out, "values") and not isinstance(out, self.torch.Tensor) else out)
-        found = [x for x in parts if isinstance(x, self.torch.Tensor) and x.is_floating_point()]
+        found = [x for x in flat(out) if isinstance(x, self.torch.Tensor) and x.is_floating_point()]
         if found and (x := max(found, key=lambda x: x.numel())).numel() > 1:  # a loss is that of a shard
             self.now["dtypes"].add(str(x.dtype))
             square = self.torch.linalg.vector_norm(local(x.detach()), dtype=self.torch.float64) ** 2
-            self.now["sums"][id(module)] = self.now["sums"].get(id(module), 0.0) + square
-        if not self.depth:
-            self.close(found)
+            self.sums[id(module)] = self.sums.get(id(module), 0.0) + square
         return out
 
-    def close(self, results: list[Any]) -> None:
-        """The part in hand has ended, with these results."""
-        self.now["draws"] = self.generators() != self.random
-        self.parts = [*self.parts[-KEPT:], self.now | {"nodes": {x.grad_fn for x in results if x.grad_fn}}]
-        self.now = fresh()
+    def whole_numbers(self, key: str, x: Any) -> None:
+        """Keep the whole numbers of an argument, if it has some: once in an outermost call."""
+        whole = isinstance(x, self.torch.Tensor) and x.dtype in (self.torch.int64, self.torch.int32)
+        if whole and x.dim() > 0 and x.numel() <= LARGEST and key not in self.noted:
+            self.noted.add(key)
+            self.now["whole_numbers"].setdefault(key, []).append(local(x).detach().to("cpu", copy=True))
+
+    def embedding(self, original: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tokens, and what else is looked up in a table. Tables are told apart by their shapes."""
+        if self.looks():
+            if not self.depth:
+                self.begin_call()
+            self.whole_numbers(f"embedding {tuple(weight.shape)}", input)
+        return original(input, weight, *args, **kwargs)
+
+    def loss(self, original: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A loss of torch: its labels."""
+        if self.looks():
+            self.now["dtypes"].add(str(input.dtype))
+            if not target.is_floating_point():
+                labels = local(target.detach())
+                ignored = labels == kwargs.get("ignore_index", -100)
+                self.now["labels"].append(labels.masked_fill(ignored, -100).flatten().cpu())
+        return original(input, target, *args, **kwargs)
+
+    def sent(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """A message: how many numbers it has, unless it carries weights of fully_shard."""
+        if self.stepping:
+            self.sending = self.stepping
+        elif self.looks():
+            callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe())]
+            if not any(caller.startswith("torch.distributed.fsdp") for caller in callers):
+                parts = [x for x in flat([*args, *kwargs.values()]) if isinstance(x, self.torch.Tensor)]
+                self.now["sent"] = max([self.now["sent"], *(x.numel() for x in parts if x.is_floating_point())])
+        return original(*args, **kwargs)
+
+    def compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Messages may be in a graph, where they are not seen."""
+        self.compiles = True
+        return original(*args, **kwargs)
 
     def generators(self) -> list[bytes]:
-        """The states of torch's generators: another state after a part means that it drew random numbers."""
+        """The states of torch's generators: another one at the end of a pass means that it drew random numbers."""
         of_gpu = [self.torch.cuda.get_rng_state()] if self.torch.cuda.is_initialized() else []
         return [x.numpy().tobytes() for x in (self.torch.get_rng_state(), *of_gpu)]
 
-    def backward(self, original: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+    def backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """A backward pass ends a forward pass; one inside of it (checkpointing) belongs to it."""
-        if self.torch.compiler.is_compiling() or self.backwards:
-            return original(tensors, *args, **kwargs)
-        self.end_read_step()
-        roots = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
-        self.passes.append(self.pass_of(roots))
-        if any(key not in self.of_modules for key in self.sums):
-            weights = [weight for module in self.called for weight in module.parameters()]
-            for at, root in self.homes(weights):
-                self.of_modules |= {id(x): f"{at}{plain(name)}" for name, x in root.named_modules()}
-        self.parts, self.now, self.called = [], fresh(), []
+        if not self.backwards:
+            roots = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
+            if self.torch.is_autocast_enabled(device := roots[0].device.type):
+                self.now["dtypes"].add(str(self.torch.get_autocast_dtype(device)))
+            loss = sum(local(x.detach()).double().sum().item() for x in roots)
+            self.passes.append(self.now | {"loss": loss, "draws": self.random not in ([], self.generators())})
+            self.new_pass()
         self.backwards += 1
         try:
             return original(tensors, *args, **kwargs)
         finally:
             self.backwards -= 1
 
-    def pass_of(self, roots: list[Any]) -> dict[str, Any]:
-        """All parts that these losses come from."""
-        graph, todo = set(), [x.grad_fn for x in roots]
-        while todo:
-            if (node := todo.pop()) is not None and node not in graph:
-                graph.add(node)
-                todo += [before for before, _ in node.next_functions]
-        one = fresh() | {"loss": sum(local(x.detach()).double().sum().item() for x in roots)}
-        for part in [*self.parts, self.now | {"nodes": graph}]:
-            if part["nodes"] & graph:
-                for key, x in part["whole_numbers"].items():
-                    while key in one["whole_numbers"]:
-                        key += "'"
-                    one["whole_numbers"][key] = x
-                for key in ("draws", "dtypes"):
-                    one[key] |= part[key]
-                for key in ("labels", "messages"):
-                    one[key] += part[key]
-                for module, x in part["sums"].items():
-                    self.sums[module] = self.sums.get(module, 0.0) + x
-        if self.torch.is_autocast_enabled(device := roots[0].device.type):
-            one["dtypes"].add(str(self.torch.get_autocast_dtype(device)))
-        return one
-
     # At a step ----------------------------------------------------------------------------------------------------
 
-    def clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
-        """Clipping: the gradients before it, and the norm that it returns or is given."""
+    def clip(self, original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clipping: the gradients before it, and the norm that it returns or is given. By infinity it only measures."""
         parameters = [parameters] if isinstance(parameters, self.torch.Tensor) else list(parameters)
-        most = float(kwargs["max_norm"] if "max_norm" in kwargs else args[0])  # inf: it only measures
-        counts = bool(self.passes and parameters) and most < float("inf")
-        if counts:
+        if counts := bool(self.passes and parameters) and float(max_norm) < float("inf"):
             self.clipped |= self.write_gradients(parameters)
-        out = original(parameters, *args, **kwargs)
+        out = original(parameters, max_norm, *args, **kwargs)
         if counts and self.norm is None:
-            self.norm = float(whole(kwargs.get("total_norm", args[-1]) if out is None else out))
+            self.norm = float(whole(kwargs.get("total_norm", args[:1] and args[0]) if out is None else out))
         return out
 
-    def step(self, optimizer: Any, own: str = "", kind: str = "") -> None:
-        """Before an optimizer's step: its gradients are read. Those of others may be unfinished, or left by a pass
-        that was not for them. So a step of the job ends when no other has any, or when the next backward pass begins.
-
-        `own` is the name of a class that is not torch's. It may sum the gradients, so they are read once more, with
-        `kind` "after", when it has made its step.
-        """
-        if not self.passes or not STEPS or (kind and not self.stepping):  # no STEPS: a function, ../whole_models
-            return
-        if self.backwards:
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        """The gradients that an optimizer gets are read. Those of others may be unfinished until their own step."""
+        if self.passes and self.backwards:
             raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self.scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a GradScaler's, if the optimizer is fused
-        self.write_gradients([weight for weight in weights if kind or id(weight) not in self.read], kind=kind)
-        self.read |= set(map(id, weights))
-        self.stepping = "" if kind else own
-        if self.stepping:
-            self.own_steps[own] = 0
-            return
-        known, named = set(map(id, self.of_optimizers([]))), [x for x in self.named if id(x[1]) not in self.read]
-        left = [name for name, x in named if x.grad is not None]  # others that have a gradient
-        later = [name for name, x in named if id(x) in known]  # those of optimizers that have made no step
-        self.whose = {"owned": [name for name, x in self.named if id(x) in self.read], "left": left, "later": later}
-        if not set(left).intersection(later):
+        if self.passes:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            self.write_gradients(weights, float(getattr(optimizer, "grad_scale", None) or 1.0))  # of a fused GradScaler
+            self.read |= {id(weight): name for name, weight in self.named if id(weight) in set(map(id, weights))}
+            self.stepping = type(optimizer).__name__
+
+    def after_step(self, *_: Any) -> None:
+        """A step of the job ends when no other optimizer has gradients, or when the next forward pass begins."""
+        self.stepping = ""
+        if self.read and all(id(weight) in self.read or weight.grad is None for weight in self.of_optimizers()):
             self.end_step()
 
-    def of_optimizers(self, others: list[Any]) -> list[Any]:
-        """The weights of all optimizers, in the order in which these were made, then other ones."""
-        own = [w for at in self.optimizers if (one := at()) for group in one.param_groups for w in group["params"]]
-        return list({id(weight): weight for weight in [*own, *others]}.values())
+    def of_optimizers(self) -> list[Any]:
+        optimizers = self.living(self.torch.optim.Optimizer, "param_groups")
+        return [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
 
-    def end_read_step(self) -> None:
-        """The step ends in which one optimizer made its own, and others none."""
-        if self.read:
-            self.end_step()
+    def living(self, kind: Any, has: str) -> list[Any]:
+        """All objects of a class that have been made so far, and have this attribute of their own."""
+        return [x for x in gc.get_objects() if issubclass(type(x), kind) and has in vars(x)]
 
-    def end_step(self, reported: float | None = None) -> None:
-        """What was seen of a step. A function reports a loss."""
-        names = self.of_modules
+    def names(self, wanted: list[Any], named: str) -> list[tuple[str, Any]]:
+        """The weights or modules, by name, of those modules that have a wanted one and are in no other module.
+
+        They are without wrappers, in the order of their calls. Several have a number each.
+        """
+        modules, keys = self.living(self.torch.nn.Module, "_modules"), set(map(id, wanted))
+        inside = {id(child) for module in modules for child in module.children()}
+        order, roots = {key: n for n, key in enumerate(self.sums)}, {}
+        for root in (module for module in modules if id(module) not in inside):
+            while len(children := list(root.children())) == 1 and not list(root.parameters(recurse=False)):
+                root = children[0]
+            found = [(WRAPPERS.sub("", name), x) for name, x in getattr(root, named)()]
+            if any(id(x) in keys for _, x in found):
+                roots[id(root)] = min(order.get(id(x), len(order)) for x in root.modules()), found
+        parts = [found for _, found in sorted(roots.values(), key=lambda root: root[0])]
+        return [(f"{n}." * (len(parts) > 1) + name, x) for n, found in enumerate(parts) for name, x in found]
+
+    def write_gradients(self, weights: list[Any], scale: float = 1.0) -> set[str]:
+        """Each gradient to a file: "gradient" where it was seen before clipping, else "before". Returns their names."""
+        torch, (self.rank, self.world), written = self.torch, self.place(), set()
+        known = {id(weight): weight for weight in [*self.of_optimizers(), *weights]}
+        self.named = self.names(list(known.values()), "named_parameters")
+        for _, weight in self.named:
+            known.pop(id(weight), None)
+        self.named += [(f"weight {n} of the optimizer", weight) for n, weight in enumerate(known.values())]
+        given = set(map(id, weights))
+        for name, weight in self.named:
+            if name not in self.weights:
+                x = whole(weight).detach().double()
+                self.weights[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
+            if weight.grad is not None and id(weight) in given:
+                written.add(name)
+                self.dtypes.add(str(weight.grad.dtype))
+                full = whole(weight.grad).detach().to("cpu", copy=True)
+                kind = "gradient" if name in self.clipped else "before"
+                file = f"{kind}-{len(self.steps)}-{name.replace('/', ':')}-{self.rank}.pt"
+                torch.save(full if scale == 1 else full.double() / scale, FOLDER / file)
+        return written
+
+    def end_step(self) -> None:
+        """What was seen of a step."""
+        names = {id(module): name for name, module in self.names(self.called, "named_modules")}
         sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
-        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "reported": reported}
-        more = {"compiles": self.compiles, "sizes": self.sizes, "own_steps": self.own_steps}
-        self.steps.append(seen | self.whose | more)
+        waiting = {id(weight) for weight in self.of_optimizers()} - set(self.read)
+        later = [name for name, weight in self.named if id(weight) in waiting]
+        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "later": later}
+        more = {"owned": list(self.read.values()), "compiles": self.compiles, "sending": self.sending}
+        self.steps.append(seen | more)
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
-
-    def write_gradients(self, weights: list[Any], own: dict[int, str] | None = None, kind: str = "") -> set[str]:
-        """Each gradient to a file, and what each weight adds up to at first. Returns which have a gradient.
-
-        The `kind` is "before" or "gradient", before and after clipping, if none is given: ../jobs/job.py.
-        """
-        torch, at, (self.rank, self.world) = self.torch, len(self.steps), self.place()
-        found: dict[int, tuple[str, Any]] = {}
-        for prefix, root in [] if own else self.homes(weights):
-            found |= {id(x): (prefix + plain(name), x) for name, x in root.named_parameters()}
-        for n, x in enumerate(weights if own else self.of_optimizers(weights)):
-            found.setdefault(id(x), ((own or {}).get(id(x), f"weight {n} of the optimizer"), x))
-        self.named, given, written = list(found.values()), set(map(id, weights)), set()
-        for name, weight in self.named:
-            if name not in self.sizes and not own:
-                x = whole(weight).detach().double()
-                self.sizes[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
-            self.weights.setdefault(name, None if at else self.sizes.get(name))
-            # One that was taken away after clipping is 0.
-            is_taken = weight.grad is None and name in self.clipped and not kind
-            x = torch.zeros_like(weight) if is_taken else weight.grad
-            if x is None or id(weight) not in given:
-                continue
-            written.add(name)
-            self.dtypes.add(str(x.dtype))
-            of_step = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
-            full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor") and x.device_mesh.size() == self.world
-            alike = alike and not any(at.is_replicate() for at in x.placements)  # gathered on all; copies may differ
-            if (not self.rank or not alike) and (not kind or full.any()):  # a step may clear them
-                of = "all" if alike else self.rank
-                full = full.clone() if self.scale == 1 else full.double() / self.scale
-                torch.save(full, FOLDER / f"{kind or of_step}-{at}-{name.replace('/', ':')}-{of}.pt")
-        self.now = fresh()  # without the messages of gradients
-        return written
-
-    def homes(self, weights: list[Any]) -> list[tuple[str, Any]]:
-        """The modules that hold these weights, or those of optimizers, or gradients, and are in no other module.
-
-        They are without wrappers, in the order of optimizers, these weights and calls; each with a prefix for names.
-        """
-        order = {key: n for n, key in enumerate([*map(id, self.of_optimizers(weights)), *self.sums])}
-        modules = [x for x in gc.get_objects() if issubclass(type(x), self.torch.nn.Module) and "_modules" in vars(x)]
-        inside = {id(child) for module in modules for child in module.children()}
-        found: dict[int, Any] = {}
-        for root in modules:
-            if id(root) in inside or not any(id(x) in order or x.grad is not None for x in root.parameters()):
-                continue
-            while len(children := list(root.children())) == 1 and not list(root.parameters(recurse=False)):
-                root = children[0]
-            found[id(root)] = root
-        roots = sorted(found.values(), key=lambda x: min(order.get(id(w), len(order)) for w in (x, *x.parameters())))
-        return [(f"{n}." if len(roots) > 1 else "", root) for n, root in enumerate(roots)]
 
     def place(self) -> tuple[int, int]:
         """(rank, number of ranks)"""
@@ -287,11 +262,6 @@ class Recorder:
         os._exit(0)  # no handler of the user's runs: it might write a file
 
 
-def plain(name: str) -> str:
-    """A name without those of wrappers."""
-    return re.sub(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
-
-
 def local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
 
@@ -304,4 +274,17 @@ def whole(x: Any) -> Any:
 
 
 def flat(x: Any) -> list[Any]:
+    x = list(x.values()) if isinstance(x, dict) else x
     return [y for each in x for y in flat(each)] if isinstance(x, list | tuple) else [x]
+
+
+def move(torch: Any, module: Any) -> None:
+    """Move each weight by one unit of the dtype MOVE, once: w (1 ± eps)."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for whole_weight in module.parameters() if MOVE else ():
+            if not hasattr(whole_weight, "ring_doctor_moved") and whole_weight.is_floating_point():
+                whole_weight.ring_doctor_moved = True
+                weight = local(whole_weight.data)
+                signs = torch.randint(0, 2, weight.shape, generator=draw).mul(2).sub(1).to(weight)
+                weight.add_(weight.abs() * signs * torch.finfo(getattr(torch, MOVE)).eps)

@@ -4,15 +4,12 @@ import gc
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
 import time
-import weakref
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,9 +22,8 @@ from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs import verdict
 from ring_doctor.jobs.gradients import factors_of, gradients_of
 from ring_doctor.jobs.job import GUARD, Job, run_job
-from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
+from ring_doctor.jobs.seen import Row, Whole, told
 from ring_doctor.jobs.verdict import compare
-from ringlab.models.transformer import IGNORED
 from tests.commands import ROOT
 
 WARM = ROOT / "tests/wrong/warm.py"
@@ -55,25 +51,14 @@ ZERO = """\
         dist.broadcast(weight.data, n % P)
 """
 SUMMING = """\
-class Summing(torch.optim.{0}):
+class Summing(torch.optim.AdamW):
     def step(self):
-        weights = self.param_groups[0]["params"]
-        sums = [weight.grad{1} for weight in weights]
-        for x in sums:
-            dist.all_reduce(x)
-        norm = torch.stack([x.square().sum() for x in sums]).sum() ** 0.5
-        for weight, x in zip(weights, sums):
-            weight.data -= x.mul_(0.5 / (norm + 1e-6){2})
-        {3}
+        for weight in self.param_groups[0]["params"]:
+            dist.all_reduce(weight.grad)
+        super().step()
 
 
 def train("""
-
-
-def summed_in_a_step(home="Optimizer", copied="", divided="", end="pass", rate="{}"):
-    """An optimizer of the user's sums gradients, or copies of them, in its step, and clips them by hand."""
-    edits = [(f"{SUM}    torch.nn.utils.clip_grad_norm_({CLIP})\n", ""), ("torch.optim.AdamW(", "Summing(")]
-    return [*edits, ("lr=1e-2", rate), ("def train(", SUMMING.format(home, copied, divided, end))]
 
 
 MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
@@ -93,7 +78,6 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         [(SUM, f"{SUM}    dist.all_reduce(model.head.weight.grad)\n")],
         "gradients_times_p; 1 of 12 weights, head.weight, × 3",
     ),
-    "an own class divides": (summed_in_a_step(divided=" / P"), "gradients_over_p; all weights"),
     "only a rank clips": (
         [("    torch.nn.utils.clip", "    if rank == 0:\n        torch.nn.utils.clip")],
         "12 of 12 gradients are wrong on rank 1, 2 only",
@@ -111,8 +95,6 @@ HEALTHY = {
     "as it is": [],
     "DDP, with the factor": [(SUM, ""), (WRAPPED, DDP), (" / count", " / count * P")],
     "another layout": [('"zigzag"', '"striped"')],
-    "summed before the step of torch, at another rate": summed_in_a_step("AdamW", "", "", "super().step()", "lr=1e-3"),
-    "summed in a step of an own class": summed_in_a_step(),
     "two backward passes": [TWICE],
     "nothing is shared out": [
         (AT, "    at = torch.arange(S)\n"),
@@ -128,7 +110,10 @@ CANNOT = {
     "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
     "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "first job has 48 tokens, that of the second 24"),
     "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "the second job draws random numbers"),
-    "an own class sums copies": (summed_in_a_step(copied=".clone()"), "before Summing.step, which sends messages"),
+    "an own class sums in its step": (
+        [(SUM, ""), ("torch.optim.AdamW(", "Summing("), ("def train(", SUMMING)],
+        "before Summing.step, which sends messages",
+    ),
     "a rank that fails": ([(SUM, f"    assert rank < 2, 'no' * 200\n{SUM}")], f"AssertionError: {'no' * 200}"),
     "steps in backward": (
         [("    loss.back", "    model.head.weight.register_hook(lambda _: optimizer.step())\n    loss.back")],
@@ -210,36 +195,10 @@ def test_weights_that_are_dealt_out_to_optimizers_are_compared_where_they_are(as
     """ZeRO-1, by hand: a rank has the sums of its own weights only, steps, and sends them to the others."""
     edits = [(SCRIPT[SCRIPT.index(SUM) : SCRIPT.index("    optimizer.zero")], ZERO), ("optimizer.zero", "model.zero")]
     edits += [("AdamW(model.parameters()", "AdamW(list(model.parameters())[rank::P]")]
-    assert compare(trusted[0], ask(edits, P, steps=2), trusted[1], 2).level == RIGHT
-
-
-def seen_by(*ranks):
-    """A job of which the whole numbers and the labels of each rank were seen."""
-    return Job("", Path(), [{"steps": [{"passes": [{"whole_numbers": x, "labels": y}]}]} for x, y in ranks])
-
-
-def test_rows_without_the_padding_of_others_are_found():
-    """One process pads two rows to 6 tokens; a rank of two has the short row alone, without padding.
-
-    The other rank has one more row, which is padding only.
-    """
-    long, short = torch.tensor([[1, 2, 3, 4, 5, 6], [0] * 6]), torch.tensor([[6, 5, 7]])
-    labels = torch.tensor([2, 3, 4, 5, 6, *[IGNORED] * 7, 5, 7, *[IGNORED] * 4])
-    both = torch.cat([long, F.pad(short, (0, 3))])
-    ranks = [({"embedding 0": x}, [y]) for x, y in ((long, labels[:12]), (short, labels[12:15]))]
-    whole = whole_numbers(seen_by(({"embedding 0": both}, [labels])), seen_by(*ranks), 0)
-    assert (whole.layout, whole.cp, told(whole)) == ("contiguous", 1, [])
-    fewer = replace(whole, ranks=[whole.ranks[0], []], layout="")
-    assert told(fewer) == [("tokens_missing", "3 of 15 tokens are on no rank")]
-
-
-@pytest.mark.parametrize(("by", "name"), [(0, "labels"), (1, "labels"), (1, "shift_labels")])
-def test_labels_of_a_fused_loss_are_shifted_once(by, name):
-    """The model gets them, in two shards. Where it shifts them itself, each shard loses its last label."""
-    text, parts = torch.arange(1, 10)[None], (slice(8), slice(4), slice(4, 8))
-    one, *ranks = (({"embedding 0": text[:, at], f"M.{name}": text[:, by:][:, at]}, []) for at in parts)
-    found = told(whole_numbers(seen_by(one), seen_by(*ranks), 0))
-    assert [name for name, _ in found] == ["labels_per_shard"] * (1 - by)
+    found = ask(edits, P, steps=2)
+    assert compare(trusted[0], found, trusted[1], 2).level == RIGHT
+    with pytest.raises(CannotExamine, match=r"only some ranks' optimizers have .*; expected --steps 2"):
+        compare(trusted[0], found, trusted[1], 1)
 
 
 TEXT = torch.arange(8).flip(0)[None]
@@ -250,11 +209,12 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     folder.mkdir()
     for at in range(steps):
         torch.save(torch.tensor([size, 3.0]), folder / f"before-{at}-{names[-1]}-0.pt")
-    seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "draws": False}
-    seen |= {"messages": [], "dtypes": set(dtypes)}
-    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
-    step |= {"left": [], "later": [], "owned": [], "compiles": False, "sizes": {}, "own_steps": {}}
-    return Job("", folder, [{"rank": 0, "weights": dict.fromkeys(names), "steps": [step] * steps}])
+    given = {key: [x] for key, x in {"embedding 0": TEXT, **dict(numbers)}.items()}
+    seen = {"whole_numbers": given, "labels": [], "loss": size, "draws": False, "sent": 0, "dtypes": set(dtypes)}
+    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "compiles": False}
+    step |= {"later": [], "owned": [], "sending": ""}
+    weights = dict.fromkeys(names, torch.ones(2))
+    return Job("", folder, [{"rank": 0, "weights": weights, "steps": [step] * steps}])
 
 
 @pytest.mark.parametrize("lost", ["attention_mask", "weights"])
@@ -277,17 +237,38 @@ def test_of_a_job_without_tokens_the_gradients_are_judged(passes, tmp_path):
     assert (found.level, found.names, "tokens     none was seen" in str(found)) == (WRONG_RING, [], True)
 
 
+@pytest.mark.parametrize("sent", [7, 8])
+def test_a_ring_sends_two_numbers_of_each_token_at_least(sent, tmp_path):
+    one, many = (small_job(tmp_path / name, size) for name, size in (("one", 1.0), ("many", 2.0)))
+    torch.save(torch.tensor([2.0, 3.0]), many.folder / "before-0-weight-1.pt")
+    [step] = many.ranks[0]["steps"]
+    numbers = [{"whole_numbers": {"embedding 0": [x]}, "sent": sent} for x in TEXT.chunk(2, dim=1)]
+    parts = [step | {"passes": [step["passes"][0] | of_rank]} for of_rank in numbers]
+    many.ranks[:] = [many.ranks[0] | {"rank": rank, "steps": [part]} for rank, part in enumerate(parts)]
+    assert compare(one, many, None, 1).names == ["ring_not_called"] * (sent < 8)
+
+
+@pytest.mark.parametrize(("off", "level"), [(2e-15, RIGHT), (3e-15, WRONG_RING)])
+def test_a_gradient_below_a_hundredth_of_an_average_one_may_be_rounding_only(off, level, tmp_path):
+    """Allowed are 8 · 64 eps of a hundredth of √10 / √2."""
+    one, many = (small_job(tmp_path / name, 1.0, names=["k", "weight"]) for name in ("one", "many"))
+    for job, size in ((one, 1e-9), (many, 1e-9 + off)):
+        torch.save(torch.tensor([size, 0.0], dtype=torch.float64), job.folder / "before-0-k-0.pt")
+    assert compare(one, many, None, 1).level == level
+
+
 def test_outputs_with_other_padding_are_not_compared(tmp_path):
     many = small_job(tmp_path / "many", 2.0, numbers={"embedding 0": F.pad(TEXT, (0, 2))})
     found = compare(small_job(tmp_path / "one", 1.0), many, None, 1)
-    assert found.says.startswith("the jobs pad to other lengths (8 and 10 tokens), so outputs of modules were not comp")
+    assert found.says.startswith(
+        "the jobs pad to other lengths (8 and 10 tokens): outputs of modules were not compared"
+    )
 
 
 WRONG = {  # modules, all with right outputs; weights, and their gradients in place of (1, 3); and what is said
-    "of the model": (["the model"], "g", (3, 1), "has the right output; 1 of 2 gradients are wrong (g); a backward"),
+    "of the model": (["the model"], "g", (3, 1), "SICK: every module that was seen has the right output: look at"),
     "of no module": ([], "ab", (3, 1), "SICK: no module was seen; 2 of 3 gradients are wrong (a, b)"),
-    "in and under a block": (["b.k", "b"], ["b.g", "b.k.w"], (3, 1), "; a backward pass meets b.k.w first"),
-    "frozen": (["the model"], "g", (0, 0), "SICK: g has no gradient in the second job (is it frozen"),
+    "frozen": (["the model"], "g", (0, 0), "; g has no gradient in the second job (is it frozen"),
     "in 16 bits": (["the model"], "g", (1.02, 3), "; rounding to bfloat16 moves them as far"),
 }
 
@@ -306,8 +287,8 @@ def test_wrong_gradients_without_a_name_are_told(where, tmp_path):
 @pytest.mark.parametrize(
     ("dtypes", "says"),
     [
-        (["torch.float64", "torch.bfloat16"], "only the second job computes in bfloat16"),
-        (["torch.float32"], "the first job computes in float64, the second in float32"),
+        (["torch.float64", "torch.bfloat16"], "computes in float64, the second in bfloat16, float64; expected the sa"),
+        (["torch.float32"], "the first job computes in float64, the second in float32; expected the same"),
     ],
 )
 def test_another_dtype_in_the_second_job_is_told(dtypes, says, tmp_path):
@@ -326,28 +307,13 @@ def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
 
 
 CAUGHT = "import sys, traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()\n"
-MANY = "class Many(Exception):\n    exceptions = ['a reason']\n"
-LINES = r"print(*range(9), 'no config.yaml', sep='\n')"
 FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the end of what is shown
     "after an error that was caught": ([f"{CAUGHT}raise ValueError('a \\udcff')"], "')\n  | ValueError: a ?"),
-    "sys.exit after one": ([f"{CAUGHT}sys.exit('no config.yaml')"], "\n  | no config.yaml"),
+    "many lines": ([r"raise ValueError('\n'.join('ab' * 20))"], "\n  | ValueError: a" + "\n  | b\n  | a" * 6),
     "no Python": (["x = = 1"], "\n  | SyntaxError: invalid syntax"),
-    "a group": (
-        [f"{MANY}class BaseExceptionGroup(Exception):\n    exceptions = [Many(1)]\nraise BaseExceptionGroup"],
-        "Many: 1",
-    ),
-    "many lines": ([r"raise ValueError('\n'.join('ab' * 20))"], "\n  | b" + "\n  | a\n  | b" * 3),
-    "a launcher": (
-        [f"{LINES}\nexec(compile('1/0', 'torch/distributed/launcher/api.py', 'exec'))"],
-        "\n  | no config.yaml",
-    ),
     "a rank that lost the other": (
         ["raise OSError('Broken pipe')", "raise ValueError(1)"],
         '\n  | rank 1\n  |   File "{}", line 1, in <module>\n  |     raise ValueError(1)\n  | ValueError: 1',
-    ),
-    "a helper without torch": (
-        ["raise ValueError(1)", "import ring_doctor_recorder\nring_doctor_recorder.seen = 0\nraise KeyError(2)"],
-        "\n  | KeyError: 2",
     ),
     "a PYTHONPATH of the user's, with a sitecustomize": (
         ["import os\nraise ValueError(os.environ['PYTHONPATH'] + os.environ['READ'])"],
@@ -376,39 +342,15 @@ def test_gradients_of_zero_only_are_told(tmp_path):
     jobs = [small_job(tmp_path / name, 0.0) for name in ("one", "many")]
     for job in jobs:
         torch.save(torch.zeros(2), job.folder / "before-0-weight-0.pt")
-    with pytest.raises(CannotExamine, match=r"all gradients of step 1 of the first job are 0 .* a closure"):
+    with pytest.raises(CannotExamine, match=r"gradients of step 1 of the first job is 0; those that a closure"):
         compare(*jobs, None, 1)
 
 
 def test_a_weight_that_a_rank_lacks_is_told(tmp_path):
     one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
     many.ranks.append(many.ranks[0] | {"rank": 1, "weights": {}})
-    with pytest.raises(CannotExamine, match="rank 1 of the second job has no weight weight, as rank 0 has"):
+    with pytest.raises(CannotExamine, match="rank 1 of the second job has another model than rank 0, by the weight w"):
         compare(one, many, None, 1)
-
-
-SENT = {  # the numbers of steps, what the weight adds up to on both ranks at step 2, and the first line
-    "one step": (1, (2.0, 2.0), "CANNOT TELL: .*only some ranks' optimizers have a gradient of weight, .* --steps 2"),
-    "both": (2, (2.0, 2.0), "HEALTHY"),
-    "one": (2, (2.0, 1.0), "SICK: rank 1 has another weight than rank 0 after step 1"),
-    "none": (2, (1.0, 1.0), "CANNOT TELL: .*no change reached the others; expected --steps 3"),
-}
-
-
-@pytest.mark.parametrize("sent", SENT)
-def test_the_gradient_of_a_weight_may_be_on_one_rank_only_if_both_get_the_new_weight(sent, tmp_path):
-    """At each step, as in ZeRO-2. While its learning rate is 0, as in a warm-up, nothing shows it."""
-    steps, sizes, says = SENT[sent]
-    one, many = (small_job(tmp_path / name, 1.0, steps=2) for name in ("one", "many"))
-    for job, ranks in ((one, 1), (many, 2)):
-        [step, _], of = job.ranks[0]["steps"], job.ranks[0]
-        at = [[step | {"sizes": {"weight": torch.tensor(x)}} for x in (1.0, sizes[rank])] for rank in range(ranks)]
-        job.ranks[:] = [of | {"rank": rank, "steps": at[rank]} for rank in range(ranks)]
-    try:
-        said = compare(one, many, None, steps).line
-    except CannotExamine as error:
-        said = f"CANNOT TELL: {error}"
-    assert re.match(says, said), said
 
 
 @pytest.mark.parametrize("number", [2.0, math.nan])
@@ -455,7 +397,7 @@ def test_a_job_is_asserted(runs):
     """A job whose gradients are not finite cannot be the judge."""
     verdict.assert_job("1", "1", steps=2, exact=True, seconds=5)
     assert runs == [("1", 2, 5, "")] * 2
-    for one, many, says in (("1", "2", "SICK: .*\n  gradients  1; the"), ("inf", "1", "CANNOT TELL: .* not finite")):
+    for one, many, says in (("1", "2", "SICK: .*\n  gradients  1; the"), ("inf", "1", "CANNOT TELL: .* is inf; those")):
         with pytest.raises(AssertionError, match=says):
             verdict.assert_job(one, many)
 
@@ -467,11 +409,16 @@ def test_an_error_of_the_doctors_own_is_no_verdict(runs, monkeypatch, capsys):
 
 
 WAITS = "touch $RING_DOCTOR_FOLDER/pid-$$; echo $$ > {0}; exec sleep 99"  # in a session of its own
+FORKS = 'import os, time; os.fork() or (os.setsid(), open("{0}", "w").write(str(os.getpid())), time.sleep(99))'
 ENDS = {  # commands, seconds, and what is said
     "sleep 99": (0.1, "had not ended after 0.1 s: no process of Python that reads PYTHONPATH"),
     f"setsid sh -c '{WAITS}' & while [ ! -s {{0}} ]; do sleep 0.05; done; printf '\\377'; exit 4": (
         99,
         "(status 4): no process had made",
+    ),
+    f"{sys.executable} -c '{FORKS}'; while [ ! -s {{0}} ]; do sleep 0.05; done; exit 4": (
+        99,
+        "(status 4): no process had",
     ),
     "cd $RING_DOCTOR_FOLDER; touch pid-999999999 seen-0-of-2.pt; sleep 99": (20, "s: only rank 0 had made step 3; exp"),
 }
@@ -523,11 +470,11 @@ def test_clipping_of_right_gradients_is_told(norms, after, says, tmp_path):
 
 
 def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):
-    """A gradient is left to it in one step of two; then in both."""
+    """In one step of two; then in both."""
     one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"], steps=2) for name in ("one", "many"))
     steps = one.ranks[0]["steps"]
-    steps[0] = steps[0] | {"left": ["other", "weight"], "later": ["other"]}
-    assert "No optimizer used the gradients of other: not compared" in str(compare(one, many, None, 2))
+    steps[0] = steps[0] | {"later": ["other"]}
+    assert compare(one, many, None, 2).level == RIGHT
     steps[1] = steps[0]
     with pytest.raises(CannotExamine, match=r"but the optimizer of other made no step until then; expected --steps 3"):
         compare(one, many, None, 2)
@@ -576,78 +523,102 @@ def test_the_guard_removes_the_temporary_folder_of_a_killed_doctor(doctor, name,
     assert folder.exists() == (name == "mine" or doctor == b"\n")
 
 
-def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_path, monkeypatch):
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    """The recorder's file, in this process, and one Recorder."""
+    for name, value in (("FOLDER", str(tmp_path)), ("STEPS", "9"), ("MOVE", "bfloat16")):
+        monkeypatch.setenv(f"RING_DOCTOR_{name}", value)
+    file = SimpleNamespace(**runpy.run_path(str(ROOT / "ring_doctor/jobs/recorder.py")))
+    file.seen = file.Recorder(torch)
+    return file
+
+
+def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(recorder, tmp_path, monkeypatch):
     """Those of the other, whose module is another, may change until then. None steps during backward."""
-    monkeypatch.setenv("RING_DOCTOR_FOLDER", str(tmp_path))
-    monkeypatch.setenv("RING_DOCTOR_STEPS", "3")
-    recorder = SimpleNamespace(**runpy.run_path(str(ROOT / "ring_doctor/jobs/recorder.py")))
-    assert recorder.plain("_orig_mod.module.0._checkpoint_wrapped_module.submodule.wq") == "0.submodule.wq"
-    seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    monkeypatch.setattr(gc, "get_objects", lambda: [body, head])  # among a million others it takes seconds
-    seen.call(body, lambda *_: torch.ones(1), (torch.ones(2, dtype=torch.int32),), {})
-    assert [[*seen.parts[-1][key]] for key in ("sums", "whole_numbers")] == [[], ["Linear.input"]]  # a loss: no sum
-    head(body(torch.ones(2))).sum().backward()
-    seen.passes, seen.backwards = [recorder.fresh()], 1
-    optimizers = [torch.optim.SGD(x.parameters()) for x in (body, head)]
-    seen.optimizers = [*map(weakref.ref, optimizers), lambda: None]  # one was replaced
+    assert recorder.WRAPPERS.sub("", "_orig_mod.module.0._checkpoint_wrapped_module.submodule.wq") == "0.submodule.wq"
+    seen, body, head = recorder.seen, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.0) for x in (body, head)]
+    monkeypatch.setattr(gc, "get_objects", lambda: [body, head, *optimizers])  # among a million others: seconds
+    call, backward = torch.nn.Module.__call__, torch.autograd.backward
+
+    def one_pass():
+        out = seen.call(call, head, seen.call(call, body, torch.ones(2)))
+        seen.backward(backward, out.sum())
+
+    def step(*which):
+        for optimizer in which:
+            seen.before_step(optimizer)
+            seen.after_step()
+
+    step(*optimizers)  # without a backward pass: an optimizer makes its state
+    one_pass()
+    seen.backwards = 1
     with pytest.raises(RuntimeError, match="an optimizer steps during backward"):
-        seen.step(optimizers[0])
+        step(optimizers[0])
     seen.backwards = 0
     for module, optimizer in zip((body, head), optimizers, strict=True):
         assert not seen.steps
         for weight in module.parameters():
             weight.grad *= 3  # as ranks' gradients are summed
-        seen.step(optimizer)
-    assert len(seen.steps) == 1
+        step(optimizer)
+    assert [name for name, _ in seen.steps[0]["modules"]] == ["0.", "1."]
     for name, weight in torch.nn.ModuleList([body, head]).named_parameters():
         assert torch.equal(weight.grad, torch.load(tmp_path / f"before-0-{name}-0.pt"))
-    seen.passes, optimizers[0].grad_scale = [recorder.fresh()], torch.tensor(4.0)  # as GradScaler leaves it to the step
-    right = body.weight.grad / 4
-    optimizers[1].zero_grad()
-    seen.step(optimizers[0])
-    assert torch.equal(torch.load(tmp_path / "before-1-0.weight-0.pt"), right)
+    one_pass()
+    optimizers[0].grad_scale, right = torch.tensor(4.0), body.weight.grad / 4  # as GradScaler leaves it to the step
+    step(optimizers[0])
+    assert len(seen.steps) == 1  # the other has gradients, which may be its own
+    one_pass()
     assert seen.steps[1]["later"] == ["1.weight", "1.bias"]
-    seen.passes = [recorder.fresh()]
+    assert torch.equal(torch.load(tmp_path / "before-1-0.weight-0.pt"), right)
     for norm, most in ((3.0, math.inf), (1.0, 1.0), (2.0, 1.0)):  # the first only measures
-        seen.clip(lambda *_, norm=norm, **__: torch.tensor(norm), body.parameters(), (), {"max_norm": most})
-    optimizers[0].zero_grad()  # after clipping
-    monkeypatch.setattr(seen, "end", lambda: None)
-    seen.step(optimizers[0])
+        seen.clip(lambda *_, norm=norm, **__: torch.tensor(norm), body.parameters(), max_norm=most)
+    body.weight.grad *= 0
+    step(*optimizers)
     assert not torch.load(tmp_path / "gradient-2-0.weight-0.pt").any()
-    assert seen.steps[2]["norm"] == 1
-    seen.passes = [recorder.fresh()]
-    with mock.patch.dict(seen.step.__globals__, STEPS=0):  # of a function, whose calls are its steps
-        seen.step(optimizers[0])
-    assert len(seen.steps) == 3
-    monkeypatch.setattr(seen, "place", lambda: (1, 2))
-    for size, at in ((2, "is_shard"), (2, "is_replicate"), (1, "is_shard")):  # as DTensors, on all ranks or not
-        mesh = SimpleNamespace(size=lambda size=size: size, device_type="cpu")
-        placement = SimpleNamespace(is_replicate=lambda at=at: at == "is_replicate")
-        x = SimpleNamespace(device_mesh=mesh, placements=[placement], dtype=torch.float64, device=torch.device("cpu"))
-        x.full_tensor = lambda: torch.ones(2)
-        seen.write_gradients([weight := SimpleNamespace(grad=x)], {id(weight): f"{at}/{size}"})
-    job, names = Job("", tmp_path, []), ("is_shard/2", "is_replicate/2", "is_shard/1")
-    assert [job.tensor("before", 3, name, 1) is None for name in names] == [True, False, False]  # the first: rank 0's
+    assert (seen.steps[2]["norm"], seen.steps[2]["owned"]) == (1, ["0.weight", "0.bias", "1.weight", "1.bias"])
     (tmp_path / "end").touch()  # by the doctor, which reads a file as soon as it has its name
     with mock.patch.object(torch, "save", wraps=torch.save) as save, mock.patch.object(os, "_exit") as ended:
         recorder.Recorder.end(seen)
     ended.assert_called_once_with(0)
-    assert (save.call_args.args[1].suffix, torch.load(tmp_path / "seen-1-of-2.pt")["rank"]) == (".tmp", 1)
+    assert (save.call_args.args[1].suffix, torch.load(tmp_path / "seen-0-of-1.pt")["rank"]) == (".tmp", 0)
 
 
-def test_weights_are_moved_once_by_a_unit_and_all_messages_are_seen(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ring_doctor_recorder", SimpleNamespace(local=lambda x: x))
-    monkeypatch.setenv("RING_DOCTOR_MOVE", "bfloat16")
-    watching, model = runpy.run_path(str(ROOT / "ring_doctor/jobs/watching.py")), torch.nn.Linear(9, 9)
+def test_what_is_noted_of_a_call(recorder, monkeypatch):
+    """No output of one number, which is a loss, and no argument that is too large."""
+    seen, module = recorder.seen, torch.nn.Linear(2, 2)
+    monkeypatch.setitem(seen.call.__globals__, "LARGEST", 3)
+    for size in (3, 4):
+        seen.call(lambda *_: torch.ones(1), module, torch.ones(size, dtype=torch.int32))
+    assert (seen.sums, [len(x) for x in seen.now["whole_numbers"]["Linear.input"]]) == ({}, [3])
+
+
+def test_messages_of_a_forward_pass_are_seen_but_for_weights(recorder, monkeypatch):
+    seen, home = recorder.seen, {"__name__": "torch.distributed.fsdp.x", "torch": torch}
+    by_fsdp = FunctionType((lambda seen: seen.sent(max, torch.ones(9))).__code__, home)
+    seen.sent(lambda *_: None, torch.ones(8))  # before the first call: weights
+    seen.begin_call()
+    by_fsdp(seen)
+    seen.sent(lambda *_, **__: None, [torch.ones(5)], x=torch.ones(7).long())
+    assert seen.now["sent"] == 5
+    seen.stepping = "Muon"
+    by_fsdp(seen)
+    assert (seen.now["sent"], seen.sending) == (5, "Muon")
+    monkeypatch.setitem(sys.modules, "ring_doctor_recorder", recorder)
+    sends = runpy.run_path(str(ROOT / "ring_doctor/jobs/watching.py"))["SENDS"]
+    names = set(filter(sends.match, dir(torch.distributed.ProcessGroup)))
+    assert {"send", "gather", "scatter", "broadcast", "alltoall_base", "_allgather_base"} <= names
+    assert not names & {"rank", "size", "barrier", "recv"}
+
+
+def test_weights_are_moved_once_by_a_unit(recorder):
+    model = torch.nn.Linear(9, 9)
     before, model.steps = model.weight.detach().clone(), torch.nn.Parameter(torch.ones(1).long(), requires_grad=False)
     for _ in range(2):
-        watching["move"](torch, model)
+        recorder.move(torch, model)
     moved = model.weight / before - 1
     assert torch.allclose(moved.abs(), torch.tensor(2.0**-7))
     assert moved.min() < 0 < moved.max()
-    seen = set(filter(watching["METHODS"].match, dir(torch.distributed.ProcessGroup)))
-    assert {"send", "gather", "scatter", "broadcast", "alltoall_base", "_allgather_base", "allreduce_coalesced"} <= seen
-    assert not seen & {"rank", "size", "barrier", "recv"}
 
 
 PLACES = torch.arange(8)
@@ -675,4 +646,4 @@ def test_other_labels_are_named_unless_all_of_them_are_there(by):
     of_ranks = labels.roll(4) if by < 0 else labels + 20 * by
     ranks = [[Row(at, None, own)] for at, own in zip(PLACES.chunk(2), of_ranks.chunk(2), strict=True)]
     whole = Whole([Row(PLACES, None, labels)], ranks, "contiguous", 2, [[(0, at)] for at in PLACES.chunk(2)])
-    assert told(whole) == [("other_labels", "rank 0's label of token 0 is 30")] * (by > 0)
+    assert told(whole) == [("other_labels", "rank 0's label of token 0 is 30, expected 10")] * (by > 0)

@@ -16,10 +16,9 @@ from ring_doctor.whole_models.whole_model import examine_model
 HOME = "tests.wrong.sick_models"
 SAYS = {  # what the first line of the report begins with, where {} is the function. A right one: pages/test_docs.py
     "means_and_sums": "mean_of_means and loss_times_p; the ranks have 8, 14, 16 labels",
-    "no_backward_without_labels": (
-        "{} fails with 3 processes, a rank without labels: rank 0 raised LookupError: no labels (tests/wrong/sick"
-    ),
-    "a_rank_that_waits": "{} fails with 3 processes: rank(s) [0, 1, 2] did not answer in time; rank",
+    "no_backward_without_labels": "{} fails with 3 processes, a rank without labels: the job ended too early (status",
+    "a_rank_that_waits": "{} fails with 3 processes: the job had not ended after 40 s: no process had made step 4",
+    "another_call": "with 3 processes {} returns other results when it is called again with the same text: look for",
 }
 REFUSED = {
     "random_step": "two calls on one process return different results; expected weights that are made",
@@ -28,9 +27,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("function", SAYS)
-def test_what_is_told_of_a_function(function):
+def test_what_is_told_of_a_function(function, monkeypatch):
+    monkeypatch.setattr(whole_model, "START", 30.0 if function == "a_rank_that_waits" else 120.0)
     found = examine_model(f"{HOME}:{function}", layout="zigzag")
     assert found.level == WRONG_RING
+    assert ("LookupError: no labels" in found.says) == (function == "no_backward_without_labels")
     assert found.line.partition(": ")[2].startswith(SAYS[function].format(f"{HOME}:{function}"))
 
 
@@ -71,7 +72,9 @@ def test_each_option_reaches_the_function(capsys, monkeypatch):
 def test_the_command_says_the_name_and_both_files_are_written(capsys, tmp_path):
     files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
     status, printed = command_says(capsys, "labels_per_shard", *files)
-    verdict = f"SICK: labels_per_shard; rank 0's label of token 3 is 6; {HOME}:labels_per_shard, with 3 processes"
+    verdict = (
+        f"SICK: labels_per_shard; rank 0's label of token 3 is 6, expected 3; {HOME}:labels_per_shard, with 3 processes"
+    )
     assert (status, printed.splitlines()[0]) == (1, verdict)
     report, page = (Path(file.partition("=")[2]).read_text() for file in files)
     said = json.loads(report)

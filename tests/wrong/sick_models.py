@@ -61,6 +61,17 @@ def random_step(text, *, targets=None):
     return torch.tensor(random()), {"weight": torch.ones(2)}
 
 
+CALLED = []
+
+
+def another_call(text, *, targets=None):
+    """A ring whose second call has what the first one left behind."""
+    loss, gradients = one_weight(text, targets=targets)
+    CALLED.append(text)
+    times = len(CALLED) if dist.get_world_size() > 1 else 1
+    return loss, {name: times * x for name, x in gradients.items()}
+
+
 def deaf_step(text, *, targets=None):
     """Takes targets= and does not obey."""
     return one_weight(text)
