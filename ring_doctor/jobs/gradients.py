@@ -13,6 +13,7 @@ Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", sections 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,10 +39,18 @@ class Gradients:
     factors: dict[str, list[str]] = field(default_factory=dict)  # factors_of
     times: dict[str, float | None] = field(default_factory=dict)  # all ranks' gradient over the right one, or None
     wrong_ranks: set[int] = field(default_factory=set)
+    owners: dict[str, list[int]] = field(default_factory=dict)  # the ranks whose gradient of a weight is compared
+    alike: bool = True  # whether these are alike
 
     @property
     def wrong(self) -> list[str]:
         return [name for name, error in self.errors.items() if not error <= self.allowed[name]]
+
+    @property
+    def right_ranks(self) -> list[int]:
+        """Ranks whose gradients are all right: none, unless together they have every weight."""
+        right = {rank for of in self.owners.values() for rank in of} - self.wrong_ranks
+        return sorted(right) if all(right & set(of) for of in self.owners.values()) else []
 
 
 def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
@@ -95,12 +104,13 @@ def pairs_of(one: Job, many: Job) -> list[tuple[str, str]]:
     return found
 
 
-def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
+def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str, ranks: Sequence[int] = ()) -> Gradients:
     """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets.
 
-    A weight that only some ranks' optimizers have is compared on these.
+    A weight that only some ranks' optimizers have is compared on these. Of all `ranks`, or of these.
     """
     pairs, P = pairs_of(one, many), len(many.ranks)
+    ranks = ranks or range(P)
     sizes: dict[str, tuple[float, int]] = {}  # of the right gradients: the norm, and how many numbers
     changes: dict[str, float] = {}
     for name, _ in pairs:
@@ -126,7 +136,7 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     for name, other in pairs:
         if (right := one.tensor(kind, step, name)) is None:
             continue
-        owners = [rank for rank, of in enumerate(many.ranks) if other in of["steps"][step]["owned"]] or range(P)
+        owners = [rank for rank in ranks if other in many.ranks[rank]["steps"][step]["owned"]] or list(ranks)
         given = [many.tensor(kind, step, other, rank) for rank in owners]
         parts = [torch.zeros_like(right) if x is None else x for x in given]
         if others := [tuple(x.shape) for x in parts if x.shape != right.shape]:
@@ -138,7 +148,8 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
             continue
         off = {rank: distance(x, right, floor) for rank, x in zip(owners, parts, strict=True)}
         found.wrong_ranks |= {rank for rank, error in off.items() if not error <= allowed}
-        found.errors[name] = max(off.values())
+        found.errors[name], found.owners[name] = max(off.values()), owners
+        found.alike &= all(distance(x, parts[0], floor) <= allowed for x in parts)
         times = float((parts[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
         multiple = all(distance(x, times * right, floor) <= allowed * abs(times) for x in parts)
         found.times[name] = times if multiple else None

@@ -35,7 +35,6 @@ class Recorder:
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.steps: list[dict[str, Any]] = []
-        self.weights: dict[str, Any] = {}  # by name, what each and its squares add up to when it is first seen
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
         self.compiles = False
         self.stepping = ""  # the class of the optimizer that makes its step
@@ -55,6 +54,7 @@ class Recorder:
         self.called: list[Any] = []  # the outermost modules; they live until the step ends
         self.norm: float | None = None  # that the first clipping took
         self.clipped: set[str] = set()  # weights whose gradients were seen before clipping
+        self.weights: dict[str, Any] = {}  # by name, what each and its squares add up to before the step
         self.read: dict[int, str] = {}  # weights whose optimizer has begun its step
         self.sending = ""  # the class of an optimizer that sends messages in its step
         self.dtypes: set[str] = set()  # of gradients
@@ -240,6 +240,7 @@ class Recorder:
         later = [name for name, weight in self.named if id(weight) in waiting]
         seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "later": later}
         more = {"owned": list(self.read.values()), "compiles": self.compiles, "sending": self.sending}
+        more |= {"weights": self.weights}
         self.steps.append(seen | more)
         self.new_step()
         if len(self.steps) == STEPS:
@@ -254,7 +255,8 @@ class Recorder:
 
     def end(self) -> None:
         """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
-        seen = {"rank": self.rank, "steps": self.steps, "weights": self.weights}
+        weights = {name: x for step in reversed(self.steps) for name, x in step["weights"].items()}  # the first seen
+        seen = {"rank": self.rank, "steps": self.steps, "weights": weights}
         self.torch.save(seen, file := FOLDER / f"seen-{self.rank}.tmp")
         os.replace(file, FOLDER / f"seen-{self.rank}-of-{self.world}.pt")
         while not (FOLDER / "end").exists():  # should the doctor be killed, this process is too: job.py

@@ -30,7 +30,9 @@ from ringlab.models.transformer import IGNORED
 
 MISTAKES = words("Whole models", Path(__file__).parents[1] / "whole_models/README.md")
 COARSE, TOO_COARSE = 0.05, 0.5  # rounding that hides mistakes, and that hides most
+DRIFT = 1e-12  # another share of it is another weight of one job: weights that were sent are alike to the last digit
 SAME = 1e-6  # another share of what a weight and its squares add up to is another weight
+CLIPPED = "the ranks have other gradients when clip_grad_norm_ is called, and the same ones at optimizer.step"
 FEW = 4  # weights in a line
 APART = re.compile(r"mask|cu_seq|document|segment|length")  # arguments that separate documents, or mask padding
 
@@ -70,18 +72,29 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
     `calls` are steps in words, where each begins anew: whole_models/whole_model.py.
     """
     verdict, of_loss = None, None
+    dealt: set[str] = set()  # weights that only some ranks' optimizers make anew
     for step in range(steps):
         clip = [of["steps"][step]["norm"] is not None for of in (*one.ranks, *many.ranks)]
         kind = "gradient" if any(clip) and not all(clip) else "before"  # one of the jobs clips in another way
         found, whole = gradients_of(one, many, moved, step, kind), whole_numbers(one, many, step, layout)
         if not found.errors:
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
-        if found.wrong:
+        owned, ranks = [set(of["steps"][step]["owned"]) for of in many.ranks], found.right_ranks
+        dealt |= set.union(*owned) - set.intersection(*owned)
+        if found.wrong and ranks and not calls:  # these may send the new weights
+            dealt |= {other for name, other in found.pairs if name in found.wrong}
+            found = gradients_of(one, many, moved, step, kind, ranks)
+        if drifted := _drifted(many, dealt, step):
+            if not found.wrong:
+                raise CannotExamine(drifted)
+            verdict = sick(drifted)
+        elif found.wrong:
             if why := not_comparable(one, many, found, step) or ("" if calls else other_data(whole)):
                 raise CannotExamine(why)
-            verdict = _named(one, many, found, whole, step)
+            summed = all(clip) and not found.alike and gradients_of(one, many, moved, step, "gradient").alike
+            verdict = sick(CLIPPED, "clipped_before_sum") if summed else _named(one, many, found, whole, step)
         elif all(clip):
-            verdict = _of_clipping(one, many, moved, step)
+            verdict = _of_clipping(one, many, moved, step, ranks)
         of_loss = of_loss or _of_reported(one, many, found, step)
         if verdict:
             after = f"Step {step} was right and step {step + 1} is wrong: look for state that a step leaves behind."
@@ -89,24 +102,25 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
             verdict.lines += [after] if step and not calls else []
             verdict.names += of_loss.names if of_loss else []
             break
-    verdict = verdict or of_loss or _healthy(one, many, found, whole, steps)
+    verdict = verdict or of_loss or _healthy(one, many, found, whole, steps, dealt)
     verdict.lines += _table(one, many, found, whole, step)
     finite = {name: x if math.isfinite(x) else None for name, x in found.errors.items()}
     verdict.numbers = {"layout": whole.layout, "errors": finite, "allowed": found.allowed}
     return verdict
 
 
-def _healthy(one: Job, many: Job, found: Gradients, whole: Whole, steps: int) -> Verdict:
+def _healthy(one: Job, many: Job, found: Gradients, whole: Whole, steps: int, dealt: set[str]) -> Verdict:
     """The verdict where nothing is wrong. Raises CannotExamine where mistakes may hide."""
     coarse, which = max(found.allowed.values()), "step 1" if steps == 1 else f"steps 1 to {steps}"
     hidden = f"in {dtypes_of(one)[0]}, rounding may change a gradient by {coarse:.0%}"
     if coarse > TOO_COARSE:
         raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
     later = set.intersection(*(set(seen["later"]) for seen in one.ranks[0]["steps"][:steps]))
-    owned = [set(of["steps"][0]["owned"]) for of in many.ranks]
+    first, last = (many.ranks[0]["steps"][step]["weights"] for step in (0, steps - 1))
     hides = f"the optimizer of {_some(sorted(later))} made no step until then" if later else ""
-    if steps == 1 and (dealt := set.union(*owned) - set.intersection(*owned)):
-        hides = f"only some ranks' optimizers have {_some(sorted(dealt))}, and the others must get the new weights"
+    if dealt and all(first.get(name, last[name]).equal(last[name]) for name in dealt):
+        hides = f"only some ranks' optimizers get the right gradients of {_some(sorted(dealt))}"
+        hides += ", and the others must get the new weights"
     if hides:
         raise CannotExamine(f"nothing is wrong at {which}, but {hides}; expected --steps {steps + 1}, or more")
     said = f"the gradients of {len(many.ranks)} ranks are those of the first job, at {which}"
@@ -115,6 +129,16 @@ def _healthy(one: Job, many: Job, found: Gradients, whole: Whole, steps: int) ->
     has_all = len(whole.at) > 1 and all(len({n for n, _ in at}) == len(whole.text) for at in whole.at)
     lines += ["Every rank has all tokens: no sequence is shared out."] if whole.cp == 1 and has_all else []
     return Verdict(RIGHT, said, lines=lines)
+
+
+def _drifted(many: Job, dealt: set[str], step: int) -> str:
+    """What is said where a rank did not get the weights that only others' optimizers have made, or ""."""
+    first, *others = (of["steps"][step]["weights"] for of in many.ranks)
+    for rank, name in ((r, name) for r, of in enumerate(others, start=1) for name in sorted(dealt) if step):
+        if distance(others[rank - 1][name], first[name]) > DRIFT:
+            said = f"rank {rank} has other weights than rank 0 after step {step} ({name})"
+            return f"{said}: only some ranks' optimizers get its right gradient, and the others must get the new weight"
+    return ""
 
 
 def _of_reported(one: Job, many: Job, found: Gradients, step: int) -> Verdict | None:
@@ -143,10 +167,10 @@ def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
     return f"gradients are wrong before {sending}.step, which sends messages: what it sums is not seen" * bool(sending)
 
 
-def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict | None:
+def _of_clipping(one: Job, many: Job, moved: Job | None, step: int, ranks: list[int]) -> Verdict | None:
     """What is wrong where all gradients are right before clipping."""
-    right, *norms = (seen["steps"][step]["norm"] for seen in (one.ranks[0], *many.ranks))
-    after = gradients_of(one, many, moved, step, "gradient")
+    right, *norms = (seen["steps"][step]["norm"] for seen in (one.ranks[0], *map(many.ranks.__getitem__, ranks)))
+    after = gradients_of(one, many, moved, step, "gradient", ranks)
     slack = max(after.allowed.values())
     if not after.wrong and all(abs(norm / right - 1) <= slack for norm in norms):
         return None
@@ -254,7 +278,7 @@ def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> li
         how = f"{count}, {shards if whole.layout else 'in no layout that is known'}"
     first, *others = ("+".join(f"{p['loss']:.6g}" for p in passes(of, step)) for of in (one.ranks[0], *many.ranks))
     lines = [f"gradients  {len(found.errors)}; {share}", f"tokens     {how}"]
-    return lines + ([f"loss       {first}; by rank {', '.join(others[:8])}"] if first else [])
+    return lines + ([f"loss       {first}; by rank {', '.join(others[:8])}"] if first not in ("", "0") else [])
 
 
 def examine_job(

@@ -35,6 +35,7 @@ def call_on_rank(name: str, layout: str, vocab: int, seed: int, calls: int, devi
     text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
     # Labels of some tokens, then the ranks have different numbers of labels, and each has one; and all of a rank's.
     some, whole = list(range(SEQ_LEN // 4 - 1)), [t for P in WORLDS for t in positions(layout, SEQ_LEN, 0, P).tolist()]
+    seen = sys.modules["ring_doctor_recorder"].seen  # an optimizer of torch's would import 4 seconds of code
     for hidden in (None, None, some, whole)[:calls]:
         torch.manual_seed(seed)
         targets = text[:, 1:].index_fill(1, torch.tensor(hidden or [], dtype=torch.int64), -100).to(device)
@@ -47,13 +48,14 @@ def call_on_rank(name: str, layout: str, vocab: int, seed: int, calls: int, devi
                 expected = f"expected a number, or a loss for each token of the rank, (B, C) = {shape}"
                 raise TypeError(f"the loss has shape {tuple(loss.shape)}; {expected}")
             dist.all_reduce(loss := loss.sum())
+        if not seen.passes:  # it took torch.autograd.grad: a pass of no loss
+            torch.zeros((), requires_grad=True).backward()
         model = nn.Module()
         for weight, gradient in (result[1] | {LOSS: loss}).items():
             if not isinstance(gradient, Tensor):
                 raise TypeError(f"the gradient of {weight} is {gradient!r:.60}; {RETURNS}")
             model._parameters[weight] = of_weight = nn.Parameter(torch.zeros_like(gradient))  # its name may have dots
             of_weight.grad = gradient.detach()
-        seen = sys.modules["ring_doctor_recorder"].seen  # an optimizer of torch's would import 4 seconds of code
         seen.before_step(SimpleNamespace(param_groups=[{"params": list(model.parameters())}]))
         seen.after_step()
 

@@ -24,6 +24,7 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from ringlab.support.expect import expect
 
 RACE = "returns other results when it is called again with the same text: look for a buffer that is written while it "
 RACE += "is being sent, for a wait that is missing, and for state that a call leaves behind"
+SLOWER, OTHERS = 3, 20.0  # times one process, and seconds more, that several may need to start and to call the step
 EXPECTED = "weights that are made anew in each call, and random numbers from torch's generator only"
 
 
@@ -73,10 +75,11 @@ def examine_model(
             paths = shlex.quote(os.pathsep.join(filter(None, sys.path)))
             command = f'PYTHONPATH="$PYTHONPATH":{paths} {shlex.join(map(str, words))}'
             progress(f"{P} process{'es' * (P > 1)}")
-            folder, limit = Path(home, f"{P}{move}"), START + seconds
-            return run_job(command, folder, steps=len(calls), seconds=limit, move=move)
+            return run_job(command, Path(home, f"{P}{move}"), steps=len(calls), seconds=limit, move=move)
 
+        began, limit = time.monotonic(), START + seconds
         one = run(1)
+        limit = min(limit, seconds + OTHERS + SLOWER * (time.monotonic() - began))
         if _changes(one, 0, 1):
             raise CannotExamine(f"two calls on one process return different results; expected {EXPECTED}")
         if len(calls) > 2 and not _changes(one, 0, 2):

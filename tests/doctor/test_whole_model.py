@@ -72,9 +72,8 @@ def test_each_option_reaches_the_function(capsys, monkeypatch):
 def test_the_command_says_the_name_and_both_files_are_written(capsys, tmp_path):
     files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
     status, printed = command_says(capsys, "labels_per_shard", *files)
-    verdict = (
-        f"SICK: labels_per_shard; rank 0's label of token 3 is 6, expected 3; {HOME}:labels_per_shard, with 3 processes"
-    )
+    said = "SICK: labels_per_shard; rank 0's label of token 3 is 6, expected 3; "
+    verdict = f"{said}{HOME}:labels_per_shard, with 3 processes"
     assert (status, printed.splitlines()[0]) == (1, verdict)
     report, page = (Path(file.partition("=")[2]).read_text() for file in files)
     said = json.loads(report)

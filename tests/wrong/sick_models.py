@@ -68,8 +68,7 @@ def another_call(text, *, targets=None):
     """A ring whose second call has what the first one left behind."""
     loss, gradients = one_weight(text, targets=targets)
     CALLED.append(text)
-    times = len(CALLED) if dist.get_world_size() > 1 else 1
-    return loss, {name: times * x for name, x in gradients.items()}
+    return loss, {"table": gradients["table"] * (len(CALLED) if dist.get_world_size() > 1 else 1)}
 
 
 def deaf_step(text, *, targets=None):
