@@ -99,7 +99,7 @@ FIRST_TRIES = {  # step: what is right in SOLUTION, and what somebody wrote firs
     5: ('if layout == "zigzag":', 'if layout == "zig-zag":'),
     6: (
         "Ring.apply(wide, k, v,",
-        "Ring.apply(wide.flatten(1, 2).unsqueeze(2), *(x.repeat(1, H // G, 1, 1) for x in (k, v)),",
+        "Ring.apply(wide.flatten(1, 2).unsqueeze(2), *(x.repeat(1, wide.shape[2], 1, 1) for x in (k, v)),",
     ),
 }
 
