@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -41,17 +42,18 @@ QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a
 @contextlib.contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
     """A writer of progress on stderr, all the time on a terminal, else now and then: call it with the present step."""
-    now, done, terminal = ["starting"], threading.Event(), sys.stderr.isatty()
+    now: list[Any] = ["starting", time.monotonic()]
+    done, terminal = threading.Event(), sys.stderr.isatty()
 
     def write() -> None:
         while not done.wait(0.2 if terminal else QUIET):
             start, end = ("\r", "\x1b[K") if terminal else ("ring-doctor: ", "\n")
-            print(f"{start}{now[0]:.100}", end=end, file=sys.stderr, flush=True)
+            print(f"{start}{now[0]:.100}, for {time.monotonic() - now[1]:.0f} s", end=end, file=sys.stderr, flush=True)
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     try:
-        yield lambda words: now.__setitem__(0, words)
+        yield lambda words: now.__setitem__(slice(None), (words, time.monotonic()))
     finally:
         done.set()
         writer.join()

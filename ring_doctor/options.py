@@ -76,8 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-heads", type=int, metavar="G", help="key/value heads (as many as query heads)")
     add("--head-dim", type=int, metavar="D", help="head size (4)")
     add("--chunk", type=int, metavar="C", help="tokens of each rank (6)")
-    large = "one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact answer "
-    large += "takes some ten seconds for each 10 million of B H S²"
+    large = "one more question in your sizes, S tokens on all ranks; it takes 10 s or so for each 10 million of B H S²"
     add("--shape", type=_numbers, metavar="B,H,G,S,D", help=large)
 
     add = parser.add_argument_group("how").add_argument

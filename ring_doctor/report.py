@@ -73,13 +73,15 @@ class Report:
         """One line: healthy, or sick and of what."""
         name, answers = self.examination.patient.name, self.examination.answers
         if self.healthy:
-            right = [answer.case.world_size for answer in answers if answer.state == OK]
+            right, patient = [answer.case for answer in answers if answer.state == OK], self.examination.patient
+            lengths = sorted(-(-case.seq_len // case.world_size) for case in right) or [0]
+            yours = "" if patient.shape or patient.state else " (--shape asks yours)"
             refused = Counter(it.question.feature or "listed below" for it in answers if it.state == REFUSED)
             equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
-            level, worlds = EQUAL_CHUNKS if equal else SAID[self.level], ", ".join(map(str, sorted(set(right))))
+            level, worlds = EQUAL_CHUNKS if equal else SAID[self.level], sorted({case.world_size for case in right})
             rightly = "all" if len(right) == len(answers) else len(right)
-            asked = f"{len(answers)} question{'s' if answers[1:] else ''}"
-            counts = f"{asked} with {worlds} ranks, {rightly} answered right"
+            asked = f"{len(answers)} question{'s' if answers[1:] else ''} with {', '.join(map(str, worlds))} ranks"
+            counts = f"{asked}, {lengths[0]} to {lengths[-1]} tokens on each{yours}, {rightly} answered right"
             if refused:
                 listed = refused.most_common(FEATURES)
                 if others := refused.total() - sum(n for _, n in listed):

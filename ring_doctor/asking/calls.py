@@ -14,6 +14,7 @@ Before: patient.py, the claims; questions.py. After: answers.py, the comparison.
 import faulthandler
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -283,16 +284,18 @@ def written(path: Path, seconds: float) -> Iterator[None]:
     """While the body runs, the stack of this thread goes into the file, again and again, and when a signal ends it.
 
     A thread looks, and not faulthandler's timer: that one reads frames while the interpreter changes them, and kills a
-    rank that imports or compiles.
+    rank that imports or compiles. With the stack it writes how many seconds this thread has computed.
     """
     working, done = threading.get_ident(), threading.Event()
+    clock = getattr(time, "pthread_getcpuclockid", None)  # not on macOS
     with path.open("w") as file:
 
         def look() -> None:
             while not done.wait(OFTEN * seconds):
                 frames = traceback.walk_stack(sys._current_frames()[working])
                 lines = [f'  File "{of.f_code.co_filename}", line {line} in {of.f_code.co_name}' for of, line in frames]
-                file.write("\n".join(["Stack", *lines, ""]))
+                computed = time.clock_gettime(clock(working)) if clock else time.monotonic()
+                file.write("\n".join([f"Stack {computed}", *lines, ""]))
                 file.flush()
 
         looking = threading.Thread(target=look, daemon=True)

@@ -19,7 +19,6 @@ from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
-GIVE_UP = 2  # hangs or crashes: then nothing more is asked
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 SIZES = (8, 16, 32, 64, 128)  # of a head and of a chunk: kernels take multiples of one of them
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
@@ -105,9 +104,8 @@ def _check_that_it_answers(found: Examination) -> None:
 
 def _check_that_it_is_in_time(name: str, *answers: Answer) -> None:
     for late in (answer for answer in answers if answer.state == LATE):
-        said = f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}"
         more = "It does not wait for a message there. Give it more time: --time-limit, or seconds="
-        raise CannotExamine(f"{said}. {more}")
+        raise CannotExamine(f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}. {more}")
 
 
 def _ask_everything(
@@ -123,11 +121,11 @@ def _ask_everything(
     for world_size, turns in itertools.groupby(todo, key=lambda of: of[0]):
         for key, group in ((key, group) for _, key, group in turns if key not in done):
             refused: list[Answer] = []
-            plain = [it for it in found.answers if it.bad and kind(it.question) == kind(todo[0][2][0])]
-            sick = {(it.case.causal, it.case.layout) for it in plain}  # where another mistake cannot show: asked last
+            plain = [it for it in found.answers if kind(it.question) == kind(todo[0][2][0])]
+            sick = {(it.case.causal, it.case.layout) for it in plain if it.bad}  # where no other mistake shows: last
             for question in sorted(group, key=lambda of: (of.case.causal, of.case.layout) in sick):
-                if found.lost >= GIVE_UP:
-                    found.remarks.append(f"after {GIVE_UP} hangs or crashes nothing more was asked")
+                if found.lost > 1 or any(it.silent for it in plain):  # in other questions it would hang too
+                    found.remarks.append("after hangs or crashes nothing more was asked")
                     return
                 lse_grad = any(answer.lse_grad for answer in found.answers)
                 if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
@@ -214,8 +212,8 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
     if answer.raised and _reason(answer) in reasons:
         return False
     if _fails(answer):
-        sizes = SIZES[::-1] if answer.raised else SIZES[-1:]  # a process that died takes long to start again
-        if larger := _in_larger_sizes(patient, ask, sizes, reason):
+        # a process that died takes long to start again
+        if larger := _in_larger_sizes(patient, ask, SIZES[::-1] if answer.raised else SIZES[-1:], reason):
             before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, larger))
             found.remarks.append(f"with {before} it fails ({reason}): it is examined with {now}")
             asked, answer = larger, ask(larger)
@@ -227,13 +225,14 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
         found.remarks.append(f"it refuses {patient.dtypes[0]} ({reason}); it is examined in {dtype}")
         found.limits += [f"{dtype} only"] if torch.finfo(dtype_of(dtype)).bits == 16 else []
     elif asked.heads_per_rank > patient.heads_per_rank:
-        each = asked.heads_per_rank
-        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {each} for each rank")
+        got = f"it got {asked.heads_per_rank} for each rank"
+        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): {got}")
     found.patient = asked
     _check_that_it_is_in_time(asked.name, answer)
     if not answer.lost:
         _leave_out_masks(found, ask)
         answer = _leave_out_gradients(found, ask) if asked.gradients else answer
+    found.answers += [answer] if answer.bad and answer.hangs else []
     if answer.in_float32 and asked.dtypes[1:]:
         found.remarks.append("with float64 it is only as exact as with float32; it is examined in float32")
         found.patient = replace(found.patient, dtypes=asked.dtypes[1:])

@@ -1,6 +1,7 @@
 """The processes that answer: a rank that hangs, crashes or raises is an answer too, and the next question follows.
 
     hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
+    rest(folder, [0, 2])      ->    True: they have computed nothing for the time of a question; one may sleep
     lines_of_ranks(folder)    ->    {("ring.py", 12, "attention"): [0, 2]}
 
 Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
@@ -12,18 +13,19 @@ import linecache
 import re
 import time
 from collections.abc import Hashable, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
-from ring_doctor.asking.calls import WrongResult, ask_on_rank, own_lines, prepare
+from ring_doctor.asking.calls import OFTEN, WrongResult, ask_on_rank, own_lines, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question, kind
 from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
 
 PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
 START = 120.0  # seconds to import a library and to set it up
+ENOUGH = round(1 / OFTEN) + 1  # looks at a rank in the time for a question
+DEADLOCK = "deadlock: all ranks wait in {}; let even ranks send first (chapter 4 of notebooks/)"
 LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', flags=re.MULTILINE)
@@ -74,7 +76,7 @@ class Job:
                     self.ready = True
                 least = self.seconds if kind(question) in self.called else max(START, self.seconds)
                 self.ranks.seconds = max(least, LONGER * self.slowest)
-                self.ranks.hang = partial(hang, folder)
+                self.ranks.hang = lambda silent: hang(folder, silent) or rest(folder, silent)
                 start = time.monotonic()
                 of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
                 self.slowest = max(self.slowest, time.monotonic() - start)
@@ -115,7 +117,10 @@ def why_lost(lost: LostRank, folder: Path, members: Sequence[int], errors: Path)
     """
     if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
         return f"{told(causes)}; {lost.reason}"
-    said, called = [lost.reason, "" if lost.silent else _last_words(errors)], callers(folder)
+    at = {stacks[-1][0][2] for stacks in _read(folder).values() if stacks and stacks[-1]}  # functions of torch
+    dead = at in ({"send"}, {"recv"}) and hang(folder, members) and [*members] == [*lost.silent]
+    words = "" if lost.silent else _last_words(errors)
+    said, called = [DEADLOCK.format(*at) if dead else lost.reason, words], callers(folder)
     for line, ranks in lines_of_ranks(folder).items():
         caller = f", called by {place(called[line])}" if line in called else ""
         said.append(f"{ranks_in_words(ranks)} in {place(line)}{caller}")
@@ -178,16 +183,27 @@ def hang(folder: Path, silent: Sequence[int]) -> bool:
     return all(len(two) == 2 and two[0] == two[1] and _waits(two[1]) for two in last)
 
 
+def rest(folder: Path, silent: Sequence[int]) -> bool:
+    """Whether each of these ranks waits, or sleeps in a line of the user's own, and computes nothing for ENOUGH looks.
+
+    A compiler works in lines of a library, and a slow rank computes.
+    """
+    stacks, texts = _read(folder), _texts(folder)
+    still = all(len(of := texts.get(rank, [])[-ENOUGH:]) == ENOUGH and len({*of}) == 1 for rank in silent)
+    return still and all(_waits(at := stacks[rank][-1]) or at[:1] == [own_frame(at)] for rank in silent)
+
+
 def _waits(frames: Sequence[Frame]) -> bool:
     """Whether the innermost calls wait for a message, or for what another rank writes into a store."""
     in_torch = any("/torch/distributed/" in path for path, _, _ in frames[:3])
     return in_torch or bool(frames and re.search(r"\.(wait|poll|get|multi_get)\(", linecache.getline(*frames[0][:2])))
 
 
+def _texts(folder: Path) -> dict[int, list[str]]:
+    """By rank the stacks that it wrote, each with the seconds that it had computed."""
+    return {int(path.name): STACK.split(path.read_text())[1:] for path in folder.glob("[0-9]*")}
+
+
 def _read(folder: Path) -> dict[int, list[list[Frame]]]:
-    """By rank the stacks that it wrote, the innermost frame first."""
-    return {
-        int(path.name): [[(f, int(line), of) for f, line, of in FRAME.findall(stack)] for stack in stacks]
-        for path in folder.glob("[0-9]*")
-        for _, *stacks in [STACK.split(path.read_text())]
-    }
+    """By rank the stacks, the innermost frame first."""
+    return {r: [[(f, int(n), of) for f, n, of in FRAME.findall(each)] for each in x] for r, x in _texts(folder).items()}

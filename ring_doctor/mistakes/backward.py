@@ -36,11 +36,6 @@ def left_out(of: Callable[[Pairs], bool]) -> Change:
     return in_backward(sees(lambda x: x.seen & (not (x.case.world_size > 1 and of(x)))))
 
 
-def whole_parts(x: Pairs) -> Tensor:
-    """Blocks that are left out stay out; the parts of a block that the kernel computes are whole."""
-    return x.seen.any(dim=1, keepdim=True) & x.seen.any(dim=0) if x.case.causal else x.seen
-
-
 def lse_of_the_last(*, seen: bool) -> Change:
     def combine(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         out, _ = right.combine(steps, case, scores, values)
@@ -113,7 +108,8 @@ CHANGES = {
     ],
     "mask_forgotten_in_backward": [
         in_backward(sees(lambda x: x.of(causal=False, window=None))),
-        in_backward(sees(whole_parts)),
+        # blocks that are left out stay out; the parts of a block that the kernel computes are whole
+        in_backward(sees(lambda x: x.seen.any(dim=1, keepdim=True) & x.seen.any(dim=0) if x.case.causal else x.seen)),
     ],
     "gradients_in_16_bits": [
         but(add_kv=in_dtype(None)),

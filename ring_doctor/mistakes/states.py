@@ -102,12 +102,6 @@ def detached(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
     return after(*range(rank)).detach()
 
 
-def decayed_afterwards(
-    steps: StateSteps, h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None
-) -> Tensor:
-    return decay * steps.token(h, k, v, torch.ones_like(decay), beta)
-
-
 def one_token_late(steps: StateSteps, decay: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(decay[:, :, :1]), decay[:, :, :-1]], dim=2)
 
@@ -127,7 +121,7 @@ CHANGES = {
     ],
     "decay_of_the_chunk_forgotten": [but(reads=lambda steps, decay: torch.ones_like(decay))],
     "decay_after_the_write": [
-        but(token=decayed_afterwards),
+        but(token=lambda steps, h, k, v, decay, beta: decay * steps.token(h, k, v, torch.ones_like(decay), beta)),
         but(reads=one_token_late),
         but(reads=one_token_late, passes=one_token_late),
     ],

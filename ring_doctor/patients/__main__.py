@@ -30,8 +30,7 @@ ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
 
 def examined(patient: Patient) -> dict[str, Any]:
     """What the doctor finds in it."""
-    today = datetime.now(timezone.utc).date().isoformat()
-    line = {"version": patient.version, "torch": torch.__version__, "date": today}
+    line = {"version": patient.version, "torch": torch.__version__, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
     try:
         report = examine(patient)
     except CannotExamine as error:

@@ -131,10 +131,8 @@ def yunchang(q, k, v, causal=False, scale=None, group=None):
 
 def version_of(library):
     """The installed version, or "" if there is none."""
-    try:
-        return f"{library} {metadata.version(library)}"
-    except metadata.PackageNotFoundError:
-        return ""
+    found = [each.version for each in metadata.distributions(name=library)]
+    return f"{library} {found[0]}" if found else ""
 
 
 FROM_2 = {"worlds": (2, 3, 4)}  # on one rank it sends to itself, which gloo refuses

@@ -129,7 +129,7 @@ def test_a_signal_ends_all_processes_at_once(tmp_path):
 def test_it_says_how_far_it_is_and_clears_the_line_of_a_terminal(capsys, monkeypatch, terminal):
     monkeypatch.setattr(command, "QUIET", 0.02)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    said, wanted = [], f"\r{99 * '7'}%\x1b[K" if terminal else f"ring-doctor: {99 * '7'}%\n"
+    said, wanted = [], f"\r{99 * '7'}%, for 0 s\x1b[K" if terminal else f"ring-doctor: {99 * '7'}%, for 0 s\n"
     with command.telling() as tell:
         tell(f"{99 * '7'}% and more")
         wait_for(lambda: said.append(capsys.readouterr().err) or [text for text in said if wanted in text], 1)

@@ -24,7 +24,7 @@ from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, Answer
 from ring_doctor.asking.calls import RankResults, prepare
 from ring_doctor.asking.case import Case
-from ring_doctor.asking.job import START, CannotExamine, Job
+from ring_doctor.asking.job import DEADLOCK, START, CannotExamine, Job
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.assertion import assert_ring
@@ -308,6 +308,7 @@ THERE = "no answer in time; ranks 1, 2 in ring.py, line 3 in f"
     ("silent", "raised", "looks", "state", "hangs", "says"),
     [
         ([1, 2], {}, {1: 2, 2: 2}, FAILED, True, f"{THERE}; rank 0 has returned"),
+        ([0, 1, 2], {}, {0: 2, 1: 2, 2: 2}, FAILED, True, f"{DEADLOCK.format('recv')}; ranks 0, 1, 2{THERE[29:]}"),
         ([1, 2], {}, {1: 2, 2: 1}, LATE, True, f"{THERE}; rank 0 has returned"),  # one look proves nothing
         ([1, 2], {0: NO}, {}, FAILED, False, "rank 0 raised ValueError: no; no answer in time"),
         ([1, 2], {0: PEER}, {1: 2, 2: 2}, FAILED, True, THERE),
