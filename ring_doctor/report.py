@@ -1,8 +1,7 @@
 """What a visit to the doctor comes to: the verdict, the name of the mistake, an X-ray, and every answer.
 
     text(report)           what a terminal shows; the first line is the verdict
-    as_json(report)        the same for other programs
-    page(said, text)       both, of an attention or of a whole model, as one page that loads nothing
+    as_json(report)        the same for other programs; page(said, text): both, as one page that loads nothing
 
 Before: diagnosis.py and inference.py in explaining/. After: assertion.py, which examines; __main__.py, which prints.
 """
@@ -159,8 +158,7 @@ class Report:
             sick = {it.question.same() for it in self.examination.faults}
             wide = " and ".join(n for n in ("float64", "float32") if {(getattr(torch, n), x) for x in sick} <= right)
             said.append(f"it is right in {wide}, and imprecise in 16 bits" if wide else "it is imprecise in 16 bits")
-        if diagnosis and diagnosis.when:
-            said.append(f"it shows {diagnosis.when}")
+        said += [f"it shows {diagnosis.when}"] if diagnosis and diagnosis.when else []
         said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
         faults = self.examination.faults
         unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
