@@ -61,17 +61,9 @@ def test_choose_device(monkeypatch, requested, gpus, expected):
     assert choose_device(requested, 3) == expected
 
 
-@pytest.mark.parametrize(
-    ("requested", "message"),
-    [
-        ("cuda", r"^--device cuda needs a GPU: 0 GPU\(s\) for 2 process\(es\) on this host; expected --device cpu$"),
-        ("tpu", "'tpu'; expected"),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused(monkeypatch, requested, message):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match=message):
-        choose_device(requested, 2)
+def test_a_device_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="'tpu'; expected"):
+        choose_device("tpu", 2)
 
 
 def place_and_threads(context, extra):
@@ -85,16 +77,6 @@ def test_launch_returns_what_every_rank_returned():
     threads = max(1, cpu_cores() // 2)  # a rank's share of the cores
     assert list(places) == [(rank, 2, "cpu", threads, TIME_LIMIT, signal.SIG_IGN) for rank in range(2)]
     assert all(torch.equal(each, x) for each in extras)
-
-
-def leave(context, how, status):
-    """Rank 1 ends without an error; the others wait for it, one by a message and one by itself."""
-    dist.barrier()
-    if context.rank == 1:
-        how(status)
-    if context.rank == 0:
-        dist.recv(torch.empty(1), 1)
-    time.sleep(60)
 
 
 def test_join_ring_without_torchrun_names_its_command(monkeypatch):
@@ -112,18 +94,6 @@ def leaves_its_own(context, status):
 @pytest.mark.parametrize(("status", "kind"), [(0, "RuntimeError"), (None, "RuntimeError"), (3, "SystemExit")])
 def test_a_rank_that_says_too_early_that_all_is_well_has_failed(ranks, status, kind):
     assert ranks.outcomes(1, leaves_its_own, status)[0].kind == kind
-
-
-@pytest.mark.parametrize(
-    ("how", "status", "reason"),
-    [
-        (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
-        (sys.exit, 0, r"(?s)^rank 1 failed: .*SystemExit: 0"),
-    ],
-)
-def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
-    with ends_soon(), pytest.raises(RuntimeError, match=reason):
-        launch(leave, 3, how, status)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +155,7 @@ def world_of(context):
 def misbehave(context, how):
     if context.rank == 1:
         if how == "die":
-            os._exit(3)
+            os._exit(0)  # as if all were well
         if how == "hang":
             time.sleep(60)
         if how == "raise":
@@ -226,7 +196,7 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         for world_size in (2, 1, 3):
             assert ranks(world_size, world_of) == right(world_size)
 
-        with pytest.raises(LostRank, match="rank 1 died"):
+        with pytest.raises(LostRank, match=r"^rank 1 died \(exit status 0\)$"):
             ranks(2, misbehave, "die")
         assert ranks(2, world_of) == right(2)
 

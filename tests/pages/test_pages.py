@@ -160,9 +160,6 @@ def test_a_dead_link_is_found():
     assert dead_links(page, "a [hop](../docs/glossary.md#hop) and a [leap](../docs/glossary.md#leap)") == [
         "../docs/glossary.md#leap"
     ]
-    assert dead_links(page, "[hop](docs/glossary.md#hop)") == [
-        "docs/glossary.md#hop"
-    ]  # there is none beside the notebook
     assert dead_links(page, '<img src="../figures/none.svg">, ![](../figures/scoreboard.svg)') == [
         "../figures/none.svg"
     ]

@@ -132,7 +132,7 @@ DSA = {
 
 
 UNLIKE = "interleave_moe_layer_step mlp_only_layers attention_chunk_size hybrid_override_pattern attn_layer_indices"
-UNLIKE = f"{UNLIKE} linear_attn_config ssm_cfg mamba_d_state block_types".split()
+UNLIKE = f"{UNLIKE} linear_attn_config ssm_cfg mamba_d_state block_types attn_layer_period".split()
 TWO_MATRICES = "bert", "nemotron", "phi", "roberta", "starcoder2"
 
 
@@ -235,16 +235,11 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
             {**LLAMA, "layer_types": ["full_attention", "linear_attention"]},
             "linear_attention.*; expected full_attention only; linear_attention only with linear_num_value_heads",
         ),
-        ({**LLAMA, "layer_types": ["full_attention", "mamba"]}, "mamba.*; expected full_attention only"),
         ({**LLAMA, "full_attention_interval": 4}, "has no field linear_num_value_heads; add it"),
         ({**LLAMA, "model_type": "gpt_neox"}, "model_type gpt_neox: a feedforward of two matrices; expected a gated"),
         ({**LLAMA, **DELTA}, "linear_num_value_heads and no layer_types; expected the kind of each layer"),
         ({**LLAMA, "attn_type_list": [1, 0] * 16}, "attn_type_list: a hybrid of attention"),
         ({**QWEN, "decoder_sparse_step": 2}, "decoder_sparse_step: experts in some layers only"),
-        (
-            {**MIXTRAL, "attn_layer_period": 8},
-            "attn_layer_period: a hybrid of attention and layers that are not counted",
-        ),
         ("{", "cannot be read"),
         *(({**LLAMA, field: 1}, f"has {field}: .*; expected") for field in UNLIKE),
         *(({**LLAMA, "model_type": kind}, f"has model_type {kind}: a feedforward of two") for kind in TWO_MATRICES),

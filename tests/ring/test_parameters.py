@@ -192,7 +192,6 @@ GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "fo
 FOUR, BSHD = torch.ones(1, 4, 4, 3), torch.zeros(1, 6, 4, 3)  # 4 query heads; 6 tokens of 4 heads
 BAD_GROUPS = {
     "no multiple": ((FOUR[:, :3], X, X), None, ["q has shape (1, 3, 4, 3) and k (1, 2, 4, 3)", "3 heads to be a mul"]),
-    "fewer heads": ((X[:, :1], X, X), None, ["q has shape (1, 1, 4, 3) and k (1, 2, 4, 3)", "1 heads to be a"]),
     "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
     "order of dimensions": ((BSHD, *[BSHD[:, :, :2]] * 2), None, ["and k (1, 6, 2, 3)", "would fit as (B, S, H, D)"]),
     "D of q and k": ((FOUR, *[X[..., :2]] * 2), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 4, 2)", "same B and D"]),
