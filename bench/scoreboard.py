@@ -110,9 +110,11 @@ def attention_seconds(row: Row) -> float:
         batch=row.get("batch") or 1,
         ours=False,
     )
-    times = KERNELS[row.get("kernels", "best")]
+    year = KERNELS[row.get("kernels", "best")]
     split = row.get("inside") if row["way"] == "hybrid" else None
-    return times * sum(pass_of(row["way"], replace(work, backward=each), split) for each in PASSES[row["pass"]])
+    return (FRAMEWORK[year] if year else 1.0) * sum(
+        pass_of(row["way"], replace(work, backward=each), split) for each in PASSES[row["pass"]]
+    )
 
 
 def step_of(row: Row) -> Step:
@@ -152,8 +154,7 @@ class Grade:
     @property
     def year(self) -> int | None:
         """That of FRAMEWORK, for a step that several GPUs share."""
-        years = {"fa2": 2024, "framework": 2024, "cudnn": 2026}
-        return years.get(self.row["kernels"]) if self.section == "steps" and self.row["cp"] > 1 else None
+        return step_of(self.row).year if self.section == "steps" else None
 
     def seconds(self, framework: Mapping[int, float] = FRAMEWORK) -> float:
         """Seconds that are predicted, with another FRAMEWORK than that which was fitted."""

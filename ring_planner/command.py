@@ -23,11 +23,13 @@ from ring_planner.memory import RESERVE
 from ring_planner.plan import HELD, LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ring_planner.presets import GIB
 from ring_planner.request import parser, request_of
+from ring_planner.round_costs import FRAMEWORK
 from ring_planner.step import Step
 
 SHOWN = 5  # rows of the table
 AGREEMENT = 0.4e-3  # seconds: between two network namespaces, with gloo, of one rank each; on two GPU hosts unmeasured
 NEAR = 1.07  # times as long is as fast: by so much does the planner err where two ways were measured, in the median
+PUBLISHED = {2024: "NeMo in 2024", 2026: "TRL in 2026"}  # whose steps FRAMEWORK was fitted on
 SIMPLE = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")  # the simplest way first
 
 
@@ -69,15 +71,17 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     about = f"way; --help explains the words; GiB with a reserve of {RESERVE:.1%}"
     print(f"    {first:>14} {second:>14}  sequences     GiB  {about}")
     rings, advised = [plan for plan in ranked if plan.way == "ring"], simplest_first(ranked)[0]
-    always = (*rings[:1], advised)
-    for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in always]:
-        first, second = [digits(each, plan.digits) for each in (plan.speed, plan.seconds)][::order]
+    for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in (*rings[:1], advised)]:
+        first, second = [digits(each, 4) for each in (plan.speed, plan.seconds)][::order]  # 4 tell most rows apart
         print(f"    {first:>14} {second:>14} {plan.at_once:>10,} {digits(plan.held / GIB):>7}  {plan.name}")
     say("advice", *advice(ranked))
-    name, seconds = max(advised.terms.items(), key=lambda term: term[1])
-    terms = [(term, s) for term, s in advised.terms.items() if s > 0.005 * advised.seconds]
+    name, seconds = max(advised.parts.items(), key=lambda term: term[1])
+    terms = [(term, s) for term, s in advised.parts.items() if s > 0.005 * advised.seconds]
     shares = ", ".join(f"{term} {digits(s, advised.digits)}" for term, s in terms)
     say("seconds", f"{shares}; {advised.utilisation:.0%} of the bf16 peak (MFU)")
+    for year in sorted({plan.step.year or 0 for plan in ranked} - {0}):
+        steps = f"as the steps of {PUBLISHED[year]} took (published.json); with --flops, your kernel's seconds"
+        say("attention with cp", f"{FRAMEWORK[year]} times the kernel's seconds, {steps}")
     say("bottleneck", f"{name}, {seconds / advised.seconds:.0%} of the time")
     say("GiB of a GPU", memory_of(advised))
     say("evidence", *evidence_of(advised))

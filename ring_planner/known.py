@@ -60,7 +60,7 @@ def sums(terms: Mapping[str, float]) -> np.ndarray:
 def fit(planned: Sequence[Mapping[str, float]], measured: Sequence[float]) -> Known:
     """The likeliest factors, from the planned terms of steps and their measured seconds.
 
-    Raises ValueError for steps that contradict each other.
+    Raises ValueError for steps that contradict each other, or a factor that no published step comes near.
     """
     seconds, logs = np.array([sums(terms) for terms in planned]), np.zeros(len(KINDS))
     prior = np.diag([spread**-2 for spread in SPREAD.values()])
@@ -69,6 +69,12 @@ def fit(planned: Sequence[Mapping[str, float]], measured: Sequence[float]) -> Kn
         shares, left = parts / parts.sum(1, keepdims=True), np.log(measured / parts.sum(1))
         precision = prior + shares.T @ shares / NOISE**2
         logs = logs + np.linalg.solve(precision, shares.T @ left / NOISE**2 - prior @ logs)
+    # Where one step is known and log x of messages passes 1, log x / x falls, and so do the other factors: for a slower
+    # step the plan would be faster.
+    for (kind, spread), log in zip(SPREAD.items(), logs.tolist(), strict=True):
+        if log > (most := min(3 * spread, 1.0 if len(measured) == 1 else math.inf)):
+            given = f"by the known steps, times of {kind} x {math.exp(log):.3g}"
+            raise ValueError(f"{given}; expected {math.exp(most):.3g} at most: seconds, of a step of this batch")
     if (off := max(abs(left))) > 3 * NOISE:
         raise ValueError(f"steps contradict each other or the plan, {off:.0%} is left; expected steps of one machine")
     return Known(tuple(np.exp(logs).tolist()), tuple(map(tuple, np.linalg.inv(precision).tolist())), len(measured))

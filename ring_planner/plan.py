@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
-from ring_planner.step import RECOMPUTE, Step, step_seconds
+from ring_planner.step import RECOMPUTE, Step, can_share, step_seconds
 from ring_planner.ways import WAYS, splits
 
 GRAIN = 1024  # tokens: the longest context is a multiple
@@ -60,6 +60,13 @@ class Plan:
         """Bytes of a GPU at the peak, those of CUDA and NCCL, and a reserve as large as the error of the count."""
         counted = step_bytes(self.step)
         return {**counted, "CUDA and NCCL": CONTEXT, "reserve": RESERVE * sum(counted.values())}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The terms, and apart what the messages of cp add to attention: its seconds beyond those on free wires."""
+        free = replace(self.step.gpu, bandwidth=math.inf, host_bandwidth=math.inf)
+        attention = step_seconds(replace(self.step, gpu=free))["attention"]
+        return {**self.terms, "attention": attention, "cp": self.terms["attention"] - attention}
 
     @property
     def seconds(self) -> float:
@@ -113,7 +120,8 @@ class Plan:
         step = self.step
         again = f", recompute {step.recompute}" if step.task == "train" else ""
         padded = f", {self.padded} tokens padded" if self.padded else ""
-        return f"{self.way}, cp {step.cp}, tp {step.tp}{again}{padded}"
+        over = f" over {step.tp // step.per_host} hosts" if step.tp > step.per_host else ""
+        return f"{self.way}, cp {step.cp}, tp {step.tp}{over}{again}{padded}"
 
     def measured(self, what: str, kernels: str) -> dict[str, Any] | None:
         """The row of errors.json for such steps: None if none is of this GPU, for larger hosts, for latents and states,
@@ -204,7 +212,7 @@ def candidates(step: Step, wish: Wish) -> Iterator[Plan]:
     """Every way to share the step that is possible, whether it fits or not."""
     again = [wish.recompute] if wish.recompute else list(RECOMPUTE)
     for tp in [wish.tp] if wish.tp else divisors(step.gpus):
-        if step.model.heads % tp or step.gpus % tp or max(step.per_host, tp) % min(step.per_host, tp):
+        if step.gpus % tp or not can_share(step.model, step.per_host, tp):
             continue
         for cp in [wish.cp] if wish.cp else divisors(step.gpus // tp):
             if step.seq_len < cp * tp or step.gpus % (cp * tp):

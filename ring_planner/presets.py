@@ -146,6 +146,7 @@ class GPU:
     nics: int = 0  # of a host; 0: one for each GPU
     host_share: float = HOST_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
     bandwidth_share: float = BANDWIDTH_SHARE  # of the link's bytes/s
+    own: bool = False  # attention's FLOP/s are those that your kernel reaches: no framework's factor comes on top
 
     @property
     def ideal(self) -> bool:

@@ -1,6 +1,21 @@
 """What a person asks of `ring-plan`: options -> a step to share, and what is fixed of it. Wrong ones end in one line.
 
 A reader may skip this file. Before: plan.py. After: command.py, which prints the answer.
+
+words of an answer:
+  way            how cp GPUs share a sequence; hybrid of 4: all-to-all among 4, rings join these; no ring: cp is 1;
+                 the flat ring: one circle of all GPUs, through one NIC of each host; docs/which_way.md
+  seconds        products: of matrices; head: the logits; passes: norms, activations, loss, optimizer; tensor parallel,
+                 FSDP, cp: messages that nothing hides; MFU: the model's FLOP/s over the peak
+  GiB of a GPU   state: weights and what the optimizer holds; gathered: weights that FSDP brings; activations: what
+                 layers keep; loss, a layer at work: what is alive at the peak; reserve: the error of this count
+  longest        context that fits by any way; in training with recompute full, unless another is given
+  nearest        where no way fits, the one that takes the fewest bytes
+  advice         ways tie that differ by less than the planner errs; lines from seconds to evidence are of the first
+  sequences      that all GPUs compute in these seconds; one sequence on all: the advice where all of them share one
+  evidence       published steps of the same task, kernels and number of hosts, on the same GPU or others too
+  not counted    what the seconds lack: before each pass of a layer all ranks agree to go on
+  with ...       what one change gains: the fastest way then against the fastest now
 """
 
 import argparse
@@ -16,28 +31,12 @@ from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_name
 from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step, matmul_share, step_seconds
 from ringlab.options import Parser
 
-SHORT = 8192  # tokens
+WORDS = str(__doc__).partition("the answer.\n\n")[2]  # --help ends with them
 WIRES = ("bandwidth", "host_bandwidth")  # inside a host, and of a NIC
 OPTIMIZER_HOLDS = """what it holds of a parameter. adam: a float32 weight and two moments; adam8bit: its moments have 8
 bits; adam-bf16: two moments of 16 bits and no other weight; sgd: a float32 weight; none: nothing (default: adam)"""
-KERNELS_ARE = """of attention. fa2: FlashAttention 2; best: FlashAttention 3 or 4; framework: a training framework's
-(default: what PyTorch takes on the GPU)"""
-RECOMPUTED = """what of a layer the backward pass computes again. selective: every other matrix product; full: all
-(default: the best that fits)"""
-WORDS = """words of an answer:
-  way            how cp GPUs share a sequence; hybrid of 4: all-to-all among 4, rings join these; no ring: cp is 1;
-                 the flat ring: one circle of all GPUs, through one NIC of each host; docs/which_way.md
-  seconds        products: of matrices; head: the logits; passes: norms, activations, loss, optimizer; tensor parallel,
-                 FSDP: messages that nothing hides; MFU: the model's FLOP/s over the peak
-  GiB of a GPU   state: weights and what the optimizer holds; gathered: weights that FSDP brings; activations: what
-                 layers keep; loss, a layer at work: what is alive at the peak; reserve: the error of this count
-  longest        context that fits by any way; in training with recompute full, unless another is given
-  nearest        where no way fits, the one that takes the fewest bytes
-  advice         ways tie that differ by less than the planner errs; lines from seconds to evidence are of the first
-  sequences      that all GPUs compute in these seconds; one sequence on all: the advice where all of them share one
-  evidence       published steps of the same task, kernels and number of hosts, on the same GPU or others too
-  not counted    what the seconds lack: before each pass of a layer all ranks agree to go on
-  with ...       what one change gains: the fastest way then against the fastest now"""
+KERNELS_ARE = "of attention. fa2: FlashAttention 2; best: 3 or 4; framework: a trainer's (default: what PyTorch takes)"
+RECOMPUTED = "what backward computes again. selective: every other product; full: a layer (default: the best that fits)"
 KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
 recompute as in this plan unless given; way=ring, double ring, all-gather, all-to-all, hybrid of 8, no ring (default:
 the fastest that fits). A second step with other tp, cp or hosts tells messages from computing"""
@@ -116,8 +115,7 @@ def model_of(options: argparse.Namespace) -> Model:
         sized: dict[str, Any] = {"head_dim": 0} if {"hidden", "heads"} & given.keys() else {}
         if known.latents:
             if options.kv_heads:
-                told = f"kv_heads is {options.kv_heads}, and {known.name} makes K and V of all heads from latents"
-                raise ValueError(f"{told}; expected no --kv-heads")
+                raise ValueError(f"{known.name} makes K and V of all heads from latents; expected no --kv-heads")
             sized["kv_heads"] = given.get("heads", known.heads)
         return replace(known, **sized, **given)
     if missing := [f"--{name.replace('_', '-')}" for name in NUMBERS if name not in given]:
@@ -132,9 +130,9 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
         flops, bandwidth = options.flops, options.bandwidth
         rates, about = {"fa2": (flops, flops)}, "your numbers, all of which are reached"
-        wires = bandwidth, options.host_bandwidth or bandwidth
-        numbers = options.memory, math.inf, *wires  # rounds cost nothing beside their products
-        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers)
+        # Rounds cost nothing beside their products.
+        numbers = options.memory, math.inf, bandwidth, options.host_bandwidth or bandwidth
+        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, own=True)
     else:
         gpu = gpu_named(options.gpu)
         changed: dict[str, Any] = {name: rate for name in WIRES if (rate := getattr(options, name))}
@@ -142,7 +140,7 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
             if flops > 1.01 * (peak := gpu.peak["bf16"]):
                 given = f"flops is {flops:g} on {gpu.name}"
                 raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
-            changed["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
+            changed |= {"own": True, "attention": {n: (flops, flops * b / f) for n, (f, b) in gpu.attention.items()}}
         if changed:  # no measured step is of such a GPU
             changed["name"] = f"{gpu.name} (your numbers)"
         gpu = replace(gpu, memory=options.memory or gpu.memory, **changed)
@@ -171,7 +169,7 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
     named |= dict.fromkeys(("ours", "eager"), named["kernels"] != "framework")
     wish = Wish(options.cp, options.tp, options.recompute)
     fixed = {name: value for name, value in vars(wish).items() if value}
-    seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
+    seq_len = options.seq_len or max(8192, (wish.cp or 1) * (wish.tp or 1))
     step = Step(model_of(options), gpu, hosts, per_host, seq_len, **named, **fixed)
     if options.known:
         steps, seconds = zip(*(measured_step(text, step, wish) for text in options.known), strict=True)
@@ -209,6 +207,4 @@ def measured_step(text: str, step: Step, wish: Wish) -> tuple[Step, float]:
         raise ValueError(f"{given}, and attention alone {attention:.3g} s; expected more, or --flops of your kernel")
     if seconds < least:
         raise ValueError(f"{given}; expected {least:.3g} s or more: no products are faster than the data sheet")
-    if seconds > 10 * plan.seconds:
-        raise ValueError(f"{given}; expected 10 times as long at most: seconds, of a step of this batch")
     return plan.step, seconds

@@ -48,8 +48,8 @@ LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and th
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}  # the share of a layer's products that is computed again
 TASKS, LOSSES = ("train", "prefill"), ("whole", "pieces")
 WEIGHTS = {"bf16": W, "4bit": 0.5625}  # bytes of a frozen one in a layer: 4 bits, and a float32 scale for 64 of them
-# Times as long as the kernels say does attention among several GPUs take; a framework has the best ones.
-KERNELS = {"fa2": FRAMEWORK[2024], "cudnn": FRAMEWORK[2026], "framework": FRAMEWORK[2024], "best": 1.0}
+# The year of FRAMEWORK by which attention among cp GPUs takes longer than these kernels say; a framework has the best.
+KERNELS: dict[str, int | None] = {"fa2": 2024, "cudnn": 2026, "framework": 2024, "best": None}
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ class Step:
             raise ValueError(f"{given}; expected a share above 0, 1 at most, and below 1 with 4bit: --trainable 0.01")
         if min(self.hosts, self.per_host, self.seq_len, self.batch, self.cp, self.tp) < 1:
             raise ValueError(f"the step is {self}; expected hosts, per_host, seq_len, batch, cp and tp of 1 or more")
-        if max(self.per_host, self.tp) % min(self.per_host, self.tp) or self.model.heads % self.tp:
-            given = f"tp is {self.tp}, GPUs of a host {self.per_host}, query heads {self.model.heads}"
-            raise ValueError(f"{given}; expected tp to divide the heads, and to divide a host's GPUs or be a multiple")
+        if not can_share(model := self.model, self.per_host, self.tp):
+            given = f"tp is {self.tp}, GPUs of a host {self.per_host}, heads {model.heads} on {model.kv_heads}"
+            of = "heads and feedforward, and to divide K/V heads and a host's GPUs or be a multiple of them"
+            raise ValueError(f"{given}, feedforward {model.feedforward}; expected tp to divide {of}")
         if self.gpus % (self.cp * self.tp):
             raise ValueError(f"cp x tp is {self.cp} x {self.tp}; expected a divisor of {self.gpus} GPUs")
         if self.seq_len < self.cp * self.tp:
@@ -112,6 +113,13 @@ class Step:
     def tokens(self) -> float:
         """C, the tokens of a GPU."""
         return self.batch * self.seq_len / (self.cp * self.tp)
+
+    @property
+    def year(self) -> int | None:
+        """That of FRAMEWORK, by which attention takes longer; None: as long as the kernels say."""
+        # A framework's is fitted on rings; in an all-to-all there is one call, and no round.
+        year = 2026 if self.way == "all-to-all" and self.kernels == "framework" else KERNELS[self.kernels]
+        return None if self.cp == 1 or self.gpu.own else year
 
     @property
     def way_of_cp(self) -> tuple[str, int | None]:
@@ -142,6 +150,12 @@ def cluster_of(gpu: GPU, kernels: str, head_dim: int, per_host: int, cp: int, tp
     return ring if gpu.ideal else realistic(ring, gpu.host_share, gpu.bandwidth_share)
 
 
+def can_share(model: Model, per_host: int, tp: int) -> bool:
+    """Can tp GPUs share heads and feedforward, as Megatron asks? K/V heads may be copied; tp is of whole hosts."""
+    cut = any(each % tp for each in (model.heads, model.feedforward, model.dense_feedforward))
+    return not cut and not any(max(each, tp) % min(each, tp) for each in (model.kv_heads, per_host))
+
+
 def matmul_share(gpu: GPU, dtype: str) -> float:
     """The share of the peak that matrix products of a dtype reach."""
     if gpu.ideal:
@@ -162,9 +176,7 @@ def memory_rate(gpu: GPU) -> float:
 def attention_seconds(step: Step) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
-    times = step.batch * (KERNELS[step.kernels] if step.cp > 1 else 1.0)
-    if way == "all-to-all" and step.kernels == "framework":  # fitted on rings; here there is one call, and no round
-        times = step.batch * FRAMEWORK[2026]
+    times = step.batch * (FRAMEWORK[step.year] if step.year else 1.0)
     work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.ours)  # in zigzag
     forward, backward = (times * pass_of(way, replace(work, backward=each), split) for each in (False, True))
     if (linear := step.model.linear) is None:

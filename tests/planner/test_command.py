@@ -279,6 +279,14 @@ def test_known_factors_by_hand():
     assert fit([{"attention": 1.0, "products": 1.0, "FSDP": 2.0}], [4.0]).factors == pytest.approx((1, 1, 1))
     for name, kind in (("passes", "computing"), ("tensor parallel", "messages"), ("attention", "attention")):
         assert fit([{name: 1.0}], [1.1]).factors[[*KINDS].index(kind)] > 1.05
+    for name, most, spread in (("attention", 0.3, 0.1), ("products", 1, 0.4), ("FSDP", 1, 0.7)):  # just below, above
+        slow = most * (1 + (NOISE / spread) ** 2)
+        fit([{name: 1.0}], [math.exp(slow - 1e-9)])
+        with pytest.raises(ValueError, match=f"times of .* x .*; expected {math.exp(most):.3g} at most"):
+            fit([{name: 1.0}], [math.exp(slow + 1e-9)])
+    mixed = {"attention": 4.3, "products": 2.0, "FSDP": 1.0}  # up to there a slower step is no faster plan
+    rising = [sum(fit([mixed], [7.3 * more / 50]).corrected(mixed | {"FSDP": 0.1}).values()) for more in range(44, 67)]
+    assert rising == sorted(rising)
     for far in (-0.2, 0.2):  # one of four steps, too fast or too slow: 3/4 of it is left
         fit([alone] * 4, [2.0, 2.0, 2.0, 2 * math.exp(0.99 * far)])
         with pytest.raises(ValueError, match="contradict each other or the plan, 15% is left; expected steps of one"):
@@ -315,6 +323,16 @@ def test_options_beside_each_other():
     assert [it.gpu.host_bandwidth for it in (ideal, nic)] == [450e9, 5e9]
     assert (latents.model.heads, latents.model.kv_heads) == (64, 64)  # K and V of every head are made
     assert [(it.ours, it.eager) for it in (framework, fused)] == [(False, False), (True, True)]
+
+
+def test_flops_of_your_own_stand_for_every_way():
+    """A published framework's factor is on attention among cp GPUs, and a line says so; your number has none."""
+    for more, line in (("", True), ("--flops 5e14", False), ("--kernels framework --flops 5e14", False)):
+        said = "attention with cp     1.15 times the kernel's seconds, as the steps of TRL in 2026"
+        assert (said in plan(f"{LLAMA} --hosts 2 --recompute full {more}")) == line
+    step = command.request_of(request_options(f"{IDEAL_MODEL} --seq-len 1048576".split()))[0]
+    by_cp, by_tp = (Plan(replace(step, cp=cp, tp=8 // cp, way="ring")).parts["attention"] for cp in (8, 1))
+    assert by_cp == pytest.approx(by_tp, rel=0.01)
 
 
 def request_options(words):
@@ -394,6 +412,8 @@ REFUSED = {
     "--model llama-9 --gpu h100": "model is 'llama-9'; expected a config.json, its folder, or one of",
     f"{LLAMA} --cp 3": "cp x tp is 3 x 1; expected a divisor of 8 GPUs",
     f"{LLAMA} --tp 3": "tp is 3, GPUs of a host 8",
+    f"{LLAMA} --per-host 12 --heads 24 --hidden 3072 --feedforward 8184 --tp 12": "heads 24 on 8, feedforward 8184",
+    f"{LLAMA} --per-host 12 --heads 24 --hidden 3072 --kv-heads 12 --feedforward 8192 --tp 12": "feedforward 8192; ",
     f"{LLAMA} --nics 9": "nics is 9; expected 8 at most",
     f"{LLAMA} --seq-len 128K": "128K was given; type 131072; expected",
     f"{LLAMA} --seq-len 1m": "1m was given; type 1048576; expected",
@@ -423,7 +443,7 @@ REFUSED = {
     f"{LLAMA} --known 'seq_len=8192 recompute=some seconds=1'": "recompute is 'some'; expected one of none",
     f"{LLAMA} --known 'seq_len=131072 tp=8 seconds=3'": "7.35 s as no ring, cp 1, tp 8, recompute full, and attention",
     f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.06'": "0.0712 s or more: no products are faster than the data sheet",
-    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=2'": "as no ring, cp 1, tp 8, recompute none; expected 10 times",
+    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=2'": "times of messages x 35.9; expected 2.72 at most",
 }
 
 
@@ -585,15 +605,10 @@ def test_the_rule_and_the_planner_on_what_was_measured():
 def test_the_rules_numbers(name):
     gpu, nics = gpu_named(name), 8
     flops, link = gpu.rates(gpu.kernel, 128)[0], gpu.bandwidth_share * gpu.bandwidth
-    card = gpu.host_share * gpu.host_bandwidth
-    work, two = flops / 4, partial(digits, count=2)
+    card, work, two = gpu.host_share * gpu.host_bandwidth, flops / 4, partial(digits, count=2)
     gathers = [two(5 * work / rate) for rate in (link, min(link, nics * card), min(link, card))]
-    cells = [
-        name,
-        f"{two(flops / 1e12)} TFLOP/s",
-        *gathers,
-        f"{two(1.5 * work / card / 8)}, one NIC: {two(1.5 * work / card)}",
-    ]
+    cells = [name, f"{two(flops / 1e12)} TFLOP/s", *gathers]
+    cells += [f"{two(1.5 * work / card / 8)}, one NIC: {two(1.5 * work / card)}"]
     assert f"| {' | '.join(cells)} |".replace("| rtx-4090 |", "| rtx-4090 (PCIe) |") in WHICH_WAY
 
 
