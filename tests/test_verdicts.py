@@ -128,4 +128,4 @@ def test_every_row_of_a_table_counts(name):
 def test_the_exit_status_of_a_script_is_what_its_main_returns():
     for path in SCRIPTS:
         last = ast.unparse(ast.parse(path.read_text()).body[-1]).splitlines()[-1]
-        assert re.fullmatch(r"    sys\.exit\((command\.)?main\((sys\.argv\[1:\]|ring_attention)?\)\)", last), path
+        assert re.fullmatch(r"    sys\.exit\((\w+_command\.)?main\((sys\.argv\[1:\]|ring_attention)?\)\)", last), path

@@ -75,7 +75,10 @@ def examine_model(
             paths = shlex.quote(os.pathsep.join(filter(None, sys.path)))
             command = f'PYTHONPATH="$PYTHONPATH":{paths} {shlex.join(map(str, words))}'
             progress(f"{P} process{'es' * (P > 1)}")
-            return run_job(command, Path(home, f"{P}{move}"), steps=len(calls), seconds=limit, move=move)
+            try:
+                return run_job(command, Path(home, f"{P}{move}"), steps=len(calls), seconds=limit, move=move)
+            except CannotExamine as failed:
+                raise CannotExamine(str(failed).replace(f": {command}", "")) from None  # the user did not write it
 
         began, limit = time.monotonic(), START + seconds
         one = run(1)
