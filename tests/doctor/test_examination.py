@@ -65,6 +65,13 @@ def answer(question, state, error=0.1, **more):
     return Answer(question, state, results={"lse": x[..., 0], "out": x + error}, **wrong, **errors, **more)
 
 
+def of_results(**errors):
+    """What an answer says when these results are off by so much."""
+    numbers = {name: (error, 1e-9) for name, error in errors.items()}
+    wrong = {"wrong": dict.fromkeys(errors, 9.0), "ranks": dict.fromkeys(errors, (0,))}
+    return {**wrong, "errors": numbers, "relative": errors}
+
+
 def said(report):
     """A report without its answers and its X-ray."""
     remarks = (re.sub(r"[0-9.]+ times as exact", "n times as exact", remark) for remark in report.remarks)
@@ -89,7 +96,7 @@ SECOND = [  # after a right one
     answer(IN_16_BITS, WRONG, 32 / 128),
     answer(IN_16_BITS, WRONG, 33 / 128),  # more than 32 steps of bfloat16
     answer(IN_16_BITS, WRONG, float("inf")),
-    replace(answer(IN_16_BITS, WRONG, 32 / 128), wrong={"out": 9.0, "dq": 9.0}, relative={"out": 0.25, "dq": 0.5}),
+    replace(answer(IN_16_BITS, WRONG, 32 / 128), **of_results(out=0.25, dq=0.5)),
     answer(LARGE_IN_16_BITS, WRONG, 2.0),
     answer(LARGE_IN_16_BITS, WRONG, float("inf")),
     answer(Question(replace(P3, dtype=torch.float32)), WRONG, 1e-4),
@@ -108,7 +115,7 @@ HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; an
     (3, [answer(PLAIN, WRONG), RAISED]),
     (0, [answer(UNEQUAL_CHUNKS, FAILED), RAISED]),
     (1, [answer(PLAIN, WRONG, changes=True), RAISED]),
-    (0, [answer(PLAIN, WRONG, changes=True, draws=True), replace(CHANGING, wrong={"lse": 9.0})]),
+    (0, [answer(PLAIN, WRONG, changes=True, draws=True), replace(CHANGING, **of_results(lse=0.1))]),
     (None, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)]),  # roundings beside a mistake are no excuse
     (None, [answer(UNEQUAL_CHUNKS, FAILED, hangs=True), answer(PLAIN, WRONG)]),
     (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(PLAIN, WRONG)]),
