@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ring_doctor.asking.calls import call, lse_of, options, ours, theirs
 from ring_doctor.asking.case import Case, positions
-from ring_doctor.asking.job import hang, lines_of_ranks
+from ring_doctor.asking.job import ENOUGH, hang, lines_of_ranks, rest
 from ring_doctor.asking.names import ByName, by_name, named, portable
 from ring_doctor.asking.patient import CONSTANTS, Patient, arguments_of, patient_of
 from ring_doctor.asking.questions import questions
@@ -362,3 +362,23 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
         (tmp_path / str(rank)).write_text("".join(texts).replace("mine.py", str(mine)))
     assert hang(tmp_path, silent) == hangs
     assert [0] in [ranks[:1] for ranks in lines_of_ranks(tmp_path).values()]
+
+
+SLEEPS = 'Stack 0.5\n  File "/home/me/ring.py", line 8 in attention\n'
+COMPILES = SLEEPS.replace("0.5\n", f'0.5\n  File "{inspect.getfile(torch.nn.Module)}", line 2 in lower\n')
+
+
+@pytest.mark.parametrize(
+    ("looks", "rests"),
+    [
+        ([SLEEPS] * ENOUGH, True),
+        ([WAITS] * ENOUGH, True),
+        ([SLEEPS] * (ENOUGH - 1), False),
+        ([SLEEPS.replace("0.5", "0.4"), *[SLEEPS] * (ENOUGH - 1)], False),  # it has computed
+        ([COMPILES] * ENOUGH, False),
+    ],
+)
+def test_a_rank_rests_that_computes_nothing_in_a_line_of_the_user(tmp_path, looks, rests):
+    (tmp_path / "0").write_text("".join([SLEEPS] * ENOUGH))
+    (tmp_path / "1").write_text("".join(looks))
+    assert rest(tmp_path, [0, 1]) == rests
