@@ -76,10 +76,10 @@ def test_the_result_is_full_attention(capsys, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("off", [1e-13, np.nan])  # rounding allows 3.7e-14
 @pytest.mark.parametrize("wrong", ["full attention", "torch"])
-def test_a_result_that_is_off_by_more_than_rounding_exits_1(monkeypatch, capsys, wrong, causal):
+def test_a_result_that_is_off_by_more_than_rounding_exits_1(monkeypatch, capsys, wrong, off, causal):
     """Each of the two comparisons alone ends in WRONG and exit status 1; the other one stays ok."""
-    off = 1e-13  # rounding allows 3.7e-14
     if wrong == "torch":
         right = torch.nn.functional.scaled_dot_product_attention
         monkeypatch.setattr(

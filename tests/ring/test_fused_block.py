@@ -115,6 +115,13 @@ def test_views(view, causal, scale):
         assert_block([x.contiguous() for x in four], view=view, causal=causal, scale=scale)
 
 
+def test_the_gradients_of_a_row_that_is_nan_are_nan():
+    q, k, v, d_out = grouped_inputs(1, 2, 1, 6, 4, torch.float64)
+    out, lse = fused_forward(q, k, v, scale=0.5)
+    lse[0, 1, 2] = torch.nan
+    assert all(x.isnan().any() for x in fused_backward(q, k, v, out, lse, d_out, scale=0.5))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kernel", [1, 64, "cuda flash", "cuda efficient", "cuda cudnn"])
