@@ -91,6 +91,7 @@ JOINS = [  # the environment, the GPUs that are seen, what join_ring is given; t
      {"NCCL_HOSTID": "here-3", "NCCL_SOCKET_IFNAME": "lo"}),
     (numbered("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), 4, "auto", {}, "cuda:2", ALONE, {}),
     (numbered(devices.NUMBER[2], devices.COUNT[2]), 4, "auto", {}, "cuda:2", ALONE, {}),
+    ({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}, 4, "auto", {}, "cuda:1", ALONE, {}),  # srun starts torchrun
     # messages stay in a host only when the whole job is on it, unless the user knows another network
     ({}, 4, "cpu", {}, "cpu", "cpu with gloo: as asked", {"GLOO_SOCKET_IFNAME": None}),
     (WHOLE, 4, "cpu", {}, "cpu", "", {"GLOO_SOCKET_IFNAME": LOOPBACK}),
