@@ -3,7 +3,6 @@
 P ranks share S tokens. Each keeps its C = S/P queries; K and V go round. In round t rank r has block j = (r - t) mod P,
 the K and V of rank j, and block j - 1 is on its way. In the backward pass the sums of dK and dV follow their block one
 round later, and a rank's own block comes last. Either way P - 1 hops are enough. Source: Liu et al., arXiv 2310.01889.
-Products are float32, also of 16-bit inputs: put a kernel in for speed. Each call has an all_reduce, the check.
     torchrun --nproc_per_node=4 trainable_ring.py  # trains one layer, and compares it with one process
     at = positions("zigzag", S, rank, P)  # this rank's tokens: to cut the sequence, and for rotary angles
     out = ring_attention(q, k, v, causal=True, layout="zigzag")  # its q and out (B, H, C, D), k and v (B, G, C, D)
@@ -15,10 +14,10 @@ import torch.distributed as dist
 
 def positions(layout, seq_len, rank, world_size):
     """Where the tokens of a rank stand in the sequence: int64 (C,)."""
-    n = world_size * (2 if layout == "zigzag" else 1)  # pieces: in zigzag a rank has an early one and a late one
+    n = world_size * (2 if layout == "zigzag" else 1)  # pieces: of a rank one, in zigzag an early one and a late one
     if layout not in ("contiguous", "zigzag") or seq_len % n or not 0 <= rank < world_size:
         raise ValueError(f"{layout=}, {seq_len=}, {rank=}; expected contiguous or zigzag, {n}·i, 0 to {world_size - 1}")
-    return torch.arange(seq_len).view(n, -1)[[rank, -1 - rank] if layout == "zigzag" else rank].flatten()
+    return torch.arange(seq_len).view(n, -1)[[rank, -1 - rank][: n // world_size]].flatten()
 
 
 def visible(r, j, C, causal, layout):
@@ -99,27 +98,18 @@ class Ring(torch.autograd.Function):
         return dq, *dkv.to(k.dtype), None, None, None
 
 
-def wrong(q, k, v, layout):
-    """What is wrong with a rank's own call, in words, or ""."""
-    if q.dim() != 4 or not q.numel() or not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        return f"q is {[*q.shape]}, q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected (B, H, C, D), one float dtype"
-    (B, H, C, D), G = q.shape, k.shape[1] if k.dim() == 4 else 0
-    if not k.shape == v.shape == (B, G, C, D) or not G or H % G:
-        return f"k is {[*k.shape]}, v is {[*v.shape]}; expected [{B}, G, {C}, {D}] of both, where G divides {H}"
-    right = layout == "contiguous" or (layout == "zigzag" and C % 2 == 0)
-    return "" if right else f"layout is {layout!r}, C is {C}; expected contiguous, or zigzag and an even C"
-
-
 def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
+    (B, H, C, D), G, n = (*q.shape, *[1] * 4)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(str(layout))
+    right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # all have a backward pass, or none
     call = f"{[(*x.shape, x.dtype) for x in (q, k, v)]}, causal={bool(causal)}, {layout}, gradients={graph}"
     word = hash(tuple(call.encode()))  # a number that is alike on all ranks, as the hash of a text is not
     dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
-    why = "this rank is not in the group" if dist.get_rank(group) < 0 else wrong(q, k, v, layout)
-    if why or sum(both):
-        raise ValueError(why or f"the ranks' calls differ; expected one call on all, and this rank's is {call}")
-    wide = q.unflatten(1, (k.shape[1], -1)).to(torch.promote_types(q.dtype, torch.float32))  # K and V travel unchanged
+    if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or sum(both) or dist.get_rank(group) < 0:
+        wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, contiguous or zigzag of even C"
+        raise ValueError(f"expected {wanted}, alike on all ranks of the group; got {call} here")
+    wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
     with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits
         return Ring.apply(wide, k, v, causal, layout, group).flatten(1, 2).to(q.dtype)
 

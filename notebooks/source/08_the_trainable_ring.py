@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 8 · The trainable ring, line by line
 #
-# [`trainable_ring.py`](../trainable_ring.py) puts the last chapters into one file of 160 lines. You can copy it into any project: it needs PyTorch
+# [`trainable_ring.py`](../trainable_ring.py) puts the last chapters into one file of 150 lines. You can copy it into any project: it needs PyTorch
 # alone. After this chapter you can
 #
 # - say what each line of the ring is for, and what goes wrong without it,
@@ -152,11 +152,10 @@ print_source(ring.Ring.backward)
 #
 # A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, gradients or none, mask and
 # layout: a hash of bytes, for Python's hash of a text differs between processes. One `all_reduce` finds the largest and the smallest. If
-# they differ, every rank refuses the call, and a rank whose own call is wrong says what is wrong with it. A GPU waits for the `all_reduce`. When your calls cannot differ, leave out its line, the line before, and
+# they differ, every rank raises the error. A GPU waits for the `all_reduce`. When your calls cannot differ, leave out its line, the line before, and
 # `or sum(both)`. The sums are float32 at least, also under autocast.
 
 # %%
-print_source(ring.wrong)
 print_source(ring.ring_attention)
 
 # %% [markdown]
@@ -229,7 +228,7 @@ for name, factor in (
 # So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. Else every gradient is $1/P$ of its value. Adam hides that,
 # because it divides by the size of the gradients; gradient clipping does not.
 #
-# > **One number to remember: 160.** A ring that trains is 160 lines. Four of the six mistakes above leave its output exact: check each gradient.
+# > **One number to remember: 150.** A ring that trains is 150 lines. Four of the six mistakes above leave its output exact: check each gradient.
 #
 # ## Questions
 #

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import re
 import runpy
 import shutil
 from contextlib import ExitStack, redirect_stdout
@@ -29,7 +28,7 @@ def copied(tmp_path_factory):
 
 def test_it_is_short_and_needs_torch_alone():
     text = FILE.read_text()
-    assert len(text.splitlines()) <= 160
+    assert len(text.splitlines()) <= 150
     imports = [it for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Import | ast.ImportFrom)]
     assert [ast.unparse(it) for it in imports] == ["import torch", "import torch.distributed as dist"]
 
@@ -113,37 +112,16 @@ def bad(context, path, case):
         runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
 
 
-DIFFER = "the ranks' calls differ; expected one call on all"
-SHAPES, DTYPES = r"expected \[1, G, 6, 4\] of both, where G divides", r"expected \(B, H, C, D\), one float dtype"
-LAYOUT = "expected contiguous, or zigzag and an even C"
-BAD = {  # case: what the ranks say; a rank whose own call is right says that they differ
-    "the last rank has fewer tokens": [DIFFER] * 3,
-    "only one rank is wrong": [DIFFER, SHAPES, DIFFER],
-    "as many bytes": [DIFFER] * 3,
-    "heads": [f"{SHAPES} 3"] * 3,
-    "odd zigzag": [f"layout is 'zigzag', C is 5; {LAYOUT}"] * 3,
-    "layout": [f"layout is 'zig-zag', C is 6; {LAYOUT}"] * 3,
-    "dtypes": [DIFFER] * 3,
-    "masks": [DIFFER] * 3,
-    "layouts": [DIFFER] * 3,
-    "dimensions": [DIFFER, DIFFER, DTYPES],
-    "integers": [DTYPES] * 3,
-    "integers on one rank": [DIFFER, DTYPES, DIFFER],
-    "v in float64 on one rank": [DIFFER, DTYPES, DIFFER],
-    "k and v in float64": [DTYPES] * 3,
-    "no numbers": [DTYPES] * 3,
-    "gradients": [DIFFER] * 3,
-    "mode of gradients": [DIFFER] * 3,
-    "a list": [DIFFER, LAYOUT, LAYOUT],
-    "no head of K and V on one rank": [DIFFER, SHAPES, DIFFER],
-}
+BAD = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "heads", "odd zigzag", "layout"]
+BAD += ["dtypes", "masks", "layouts", "dimensions", "integers", "integers on one rank", "v in float64 on one rank"]
+BAD += ["k and v in float64", "no numbers", "gradients", "mode of gradients", "a list"]
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", [*BAD, "no head of K and V on one rank"])
 def test_what_would_be_silently_wrong_is_refused_on_every_rank(ranks, copied, case):
-    for outcome, said in zip(ranks.outcomes(3, bad, copied, case), BAD[case], strict=True):
+    for outcome in ranks.outcomes(3, bad, copied, case):
         assert outcome.kind == "ValueError"
-        assert re.search(said, outcome.message)
+        assert "expected q (B, H, C, D)" in outcome.message
 
 
 @pytest.mark.parametrize("wrong", [("zig-zag", 8, 0), ("zigzag", 6, 1), ("contiguous", 8, -1), ("contiguous", 8, 2)])
@@ -171,7 +149,7 @@ def outside(context, path):
 
 def test_a_rank_outside_the_group_is_refused(ranks, copied):
     *inside, refusal = ranks.outcomes(3, outside, copied)
-    assert (inside, refusal.message) == ([4.0, 4.0], "this rank is not in the group")
+    assert (inside, refusal.kind) == ([4.0, 4.0], "ValueError")
 
 
 def without_graph(context, path):
