@@ -2,7 +2,10 @@
 
 import gc
 import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ settings.load_profile("steady")
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("WORLD_SIZE", None)  # the doctor refuses it
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/ways/test_jax.py: JAX reads it when it begins to work
+WARM = Path(__file__).with_name("wrong") / "warm.py"
 # Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
 PRELOAD += ["pytest", "hypothesis", "tests.every_way", "ring_doctor.asking.examination"]
 
@@ -30,6 +34,20 @@ def ranks():
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """What starts a script or a module as Python does, in a fork of a process that has imported torch already."""
+    at = tmp_path_factory.mktemp("warm") / "socket"
+    (start := at.with_name("python")).write_text(f'#!/bin/sh\nexec {sys.executable} -S {WARM} {at} "$@"\n')
+    start.chmod(0o755)
+    with subprocess.Popen([sys.executable, WARM, at], env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+        while not at.exists():
+            assert server.poll() is None
+            time.sleep(0.05)
+        yield start
+        server.kill()
 
 
 @pytest.fixture
@@ -53,7 +71,7 @@ LONG += ("verdicts", "figures", "pages", "schedules", "trainable_ring")
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "notebooks": "kernel", "house": "house"}
 TOGETHER |= {"foreign_project": "environment", "hugging_face_trainer": "trainer"}
-TOGETHER |= {"doctor_running_jobs": "jobs"}
+TOGETHER |= {"doctor_running_jobs": "jobs", "doctor_whole_model": "jobs"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the

@@ -26,7 +26,6 @@ from ring_doctor.jobs.seen import Row, Whole, told
 from ring_doctor.jobs.verdict import compare
 from tests.commands import ROOT
 
-WARM = ROOT / "tests/wrong/warm.py"
 SCRIPT = (ROOT / "tests/wrong/job.py").read_text()
 P = 3
 SUM = "    for weight in model.parameters():\n        dist.all_reduce(weight.grad)\n"
@@ -114,28 +113,16 @@ CANNOT = {
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """The socket of a process that has imported torch already."""
-    at = tmp_path_factory.mktemp("warm") / "socket"
-    with subprocess.Popen([sys.executable, WARM, at], env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
-        while not at.exists():
-            assert server.poll() is None
-            time.sleep(0.05)
-        yield at
-        server.kill()
-
-
-@pytest.fixture(scope="module")
 def ask(warm, tmp_path_factory):
     """Run the script, spoiled, on some ranks, in a folder of its own."""
 
-    def run(edits, ranks, start=f"-S {WARM} {warm}", **options):
+    def run(edits, ranks, start=warm, **options):
         text, home = SCRIPT, tmp_path_factory.mktemp("job")
         for old, new in edits:
             assert text.count(old) >= 1, old
             text = text.replace(old, new, 1)
         (home / "train.py").write_text(text)
-        command = f"cd {home} && PYTHONPATH=$PYTHONPATH:{ROOT} {sys.executable} {start} train.py {ranks}"
+        command = f"cd {home} && PYTHONPATH=$PYTHONPATH:{ROOT} {start} train.py {ranks}"
         found = run_job(command, home / "seen", seconds=100, **options)
         assert [(home / name).exists() for name in ("trained", "seen/end")] == [False, True]
         return found
@@ -145,7 +132,7 @@ def ask(warm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trusted(ask):
-    one, moved = ask([], 1, start="", steps=2), ask([], 1, steps=2, move="float64")
+    one, moved = ask([], 1, start=sys.executable, steps=2), ask([], 1, steps=2, move="float64")
     assert 1e-17 < (one.tensor("before", 0, "head.weight") - moved.tensor("before", 0, "head.weight")).norm() < 1e-12
     return one, moved
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -26,10 +27,19 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def quickly(warm, monkeypatch):
+    """Jobs are forks of a process that has imported torch. One that waits would outlive its doctor: it is no fork."""
+    monkeypatch.setattr(sys, "executable", str(warm))
+
+
 @pytest.mark.parametrize("function", SAYS)
-def test_what_is_told_of_a_function(function, monkeypatch):
-    monkeypatch.setattr(whole_model, "START", 30.0 if function == "a_rank_that_waits" else 120.0)
-    found = examine_model(f"{HOME}:{function}", layout="zigzag")
+def test_what_is_told_of_a_function(function, monkeypatch, request):
+    if waits := function == "a_rank_that_waits":
+        monkeypatch.setattr(whole_model, "OTHERS", 0.0)
+    else:
+        request.getfixturevalue("quickly")
+    found = examine_model(f"{HOME}:{function}", layout="zigzag", **{"seconds": 1.0} if waits else {})
     assert found.level == WRONG_RING
     assert ("LookupError: no labels" in found.says) == (function == "no_backward_without_labels")
     assert "PYTHONPATH" not in found.says
@@ -37,7 +47,7 @@ def test_what_is_told_of_a_function(function, monkeypatch):
 
 
 @pytest.mark.parametrize("function", REFUSED)
-def test_what_cannot_be_compared_is_refused_with_a_reason(function):
+def test_what_cannot_be_compared_is_refused_with_a_reason(function, quickly):
     with pytest.raises(CannotExamine, match=REFUSED[function]):
         examine_model(f"{HOME}:{function}", layout="zigzag")
 
@@ -65,7 +75,7 @@ def command_says(capsys, function, *options):
 
 
 @pytest.mark.slow
-def test_each_option_reaches_the_function(capsys, monkeypatch):
+def test_each_option_reaches_the_function(capsys, monkeypatch, quickly):
     monkeypatch.setattr(whole_model, "WORLDS", (2,))
     assert command_says(capsys, "of_8_tokens_and_seed_5", "--seed=5", "--vocab=8", "--time-limit=9")[0] == 0
 

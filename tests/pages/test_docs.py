@@ -3,6 +3,7 @@
 The step of docs/your_model.md is run as it stands, and with a line spoiled.
 """
 
+import inspect
 import math
 import re
 import shlex
@@ -317,10 +318,12 @@ def test_a_line_that_is_forgotten_has_the_symptom_of_the_page(ranks, line):
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_the_step_of_the_page_healthy(tmp_path):
+@pytest.mark.xdist_group("jobs")  # with the other tests that start their jobs so
+def test_the_doctor_finds_the_step_of_the_page_healthy(tmp_path, warm, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(warm))
     file = tmp_path / "step_of_the_page.py"
-    home = "from tests.pages.test_docs import Model\n"
-    file.write_text(f"{home}{STEP}\ndef build_model():\n    return Model(attention)\n")
+    own = f"import torch\nfrom torch import nn\n\nWORDS = {WORDS}\n\n\n{inspect.getsource(Model)}\n\n"
+    file.write_text(f"{own}{STEP}\ndef build_model():\n    return Model(attention)\n")
     found = examine_model(f"{file}:step", layout="zigzag", vocab=WORDS, progress=(ran := []).append)
     assert str(found).startswith("HEALTHY")
     assert ran == ["1 process", "1 process", "3 processes", "2 processes", "4 processes"]

@@ -1,7 +1,7 @@
 """Python that is warm: scripts start in it without importing torch and its optimizers again, 4 s of a CPU each.
 
 python warm.py SOCKET           waits for requests; for each it forks a process, in which the recorder begins
-python -S warm.py SOCKET FILE   runs FILE in such a process, in this folder, with this environment and output
+python -S warm.py SOCKET FILE   runs FILE, or -m MODULE, in such a process, in this folder, with this environment
 """
 
 import json
@@ -30,11 +30,13 @@ def answer(client):
     os.chdir(folder)
     for at, output in enumerate(outputs, start=1):
         os.dup2(output, at)
-    sys.path.insert(0, start := f"{environment['RING_DOCTOR_FOLDER']}/start")
-    runpy.run_path(f"{start}/sitecustomize.py")
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    runpy.run_path(f"{sys.path[0]}/sitecustomize.py")
     sys.modules["ring_doctor_watching"].watch(torch)
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if module := sys.argv[0] == "-m":
+            del sys.argv[0]
+        (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
         client.send(b"0")
     except BaseException:
         sys.excepthook(*sys.exc_info())
