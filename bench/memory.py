@@ -277,12 +277,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradient
             raise RuntimeError(f"{name} is wrong: off by {share:.1e} of the largest number")
 
 
-def linear(results: Results) -> list[float]:
-    """The ring's longest S on P devices over P times that of one device; 1 is linear."""
-    ring, worlds = lengths(results, "ring"), results["worlds"]
-    return [S / P * worlds[0] / ring[0] for S, P in zip(ring, worlds, strict=True)]
-
-
 def max_context_tables(results: Results) -> list[str]:
     """The results as a table in markdown."""
     (one_device,), ring, rows = lengths(results, "blockwise"), lengths(results, "ring"), []

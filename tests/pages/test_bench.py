@@ -65,12 +65,12 @@ def test_counted_memory(method, seq_len, world_size, expected):
 
 
 def test_counted_memory_of_training():
-    """The longest chunks of the committed results, of many ranks. One or two ranks need fewer buffers."""
-    results, sizes = record.load("max_context"), {"heads": 8, "head_dim": 64}
-    for row in (*results["rows"][:2], results["rows"][-1]):
+    """The longest chunks of the committed results. One or two ranks need fewer buffers."""
+    results = record.load("max_context")
+    for row in results["rows"]:
+        sizes = {"heads": 8, "head_dim": 64, "world_size": row["world_size"]}
         count = partial(memory.counted_training, row["method"], **sizes)
         assert count(row["counted_chunk"]) <= results["budget"] < count(row["counted_chunk"] + results["grain"])
-    assert [round(18 * count(2**16, world_size=P) / count(2**16)) for P in (1, 2, 3)] == [11, 16, 18]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
