@@ -74,10 +74,10 @@ def needed_by(name):
 
 RARELY = ("appendix_ring_in_jax", "appendix_ring_of_states", "your_ring")  # they take half a minute: exhaustive
 EVER = "03"  # the chapters up to this one run in every `make test`
-LATER = {  # concepts of chapters 13, 16 and 17, of a planned cluster, and linear attention
+LATER = {  # concepts of chapters 13, 16 and 17, and linear attention
     *("documents", "all_gather", "all_to_all", "hybrid", "double_ring"),
     *("linear_attention", "state_ring", "short_convolution"),
-    *("pass_q_or_kv", "orders"),
+    "orders",
 }
 RUNS = {"latent_ring", "chosen_keys"}  # of these the main is slow, and not their tests
 AFTER = tuple(f"ringlab.{folder}." for folder in ("ways", "states", "models", "hugging_face"))

@@ -107,12 +107,11 @@ def test_a_label_that_nobody_can_read_is_seen():
 
 
 TABLES = {"ring_planner.hidden_communication": ("TABLE_2", 3), "notebooks.source.paper_tables": ("TABLE_3", 5)}
-TABLES |= {"ring_planner.pass_q_or_kv": ("MEASURED", 1)}
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_of_a_table_counts(name):
-    """Half its number or twice is wrong: of two ways that were measured the other one is then as fast."""
+    """Half its number or twice is wrong."""
     module, (table, column) = importlib.import_module(name), TABLES[name]
     rows = getattr(module, table)
     for i, row in enumerate(rows):

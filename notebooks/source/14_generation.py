@@ -215,7 +215,8 @@ for i, prompt in enumerate(generate.PROMPTS):
 #
 # Of $S$ tokens let $T$ be new. Queries and results are about $2T \cdot HD$ numbers, K and V $2S \cdot GD$. So pass-Q sends less while
 # $T/S$ is below $G/H$: a sixteenth for Llama 3 405B with 8 of 128 heads. Nothing hides the results on their way home, and Meta measured a
-# border of about 5 % ([the count](../ring_planner/pass_q_or_kv.py)). [`pass_q.py`](../ringlab/models/pass_q.py) also reads texts in parts.
+# border of about 5 % ([Yang et al. 2024](https://arxiv.org/abs/2411.01783), table 4).
+# [`pass_q.py`](../ringlab/models/pass_q.py) also reads texts in parts.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.

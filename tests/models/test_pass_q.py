@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ring_planner.hidden_communication import AttentionLayer
-from ring_planner.pass_q_or_kv import Prefill
 from ringlab.models import generate
 from ringlab.models import pass_q as module
 from ringlab.models.generate import EMPTY, alone, seeded
@@ -152,17 +150,18 @@ def test_whatever_travels_the_result_is_full_attention(ranks, size, passing):
         assert {passed for _, passed, _ in results} == {passing}
 
 
-def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ranks):
+def test_the_bytes_on_the_wire_are_those_of_the_formulas_and_auto_sends_fewer(ranks):
     size = 4
     problems = [case for case in cases(size).values() if case.dims[0] == case.dims[1] and case.shorter is None]
     found = {passing: ranks(size, attention, problems, passing) for passing in ("Q", "KV", "auto")}
     taken = set()
     for i, case in enumerate(problems):
-        layer = AttentionLayer(*case.heads, case.dims[0], case.dtype.itemsize)
-        keys, queries, home = Prefill(layer, sum(case.new), sum(case.keys) - sum(case.new), size).sent
+        (H, G), (D, _), w = case.heads, case.dims, case.dtype.itemsize
+        keys, queries = (size - 1) * sum(case.keys) * 2 * G * D * w, (size - 1) * sum(case.new) * H * D * w
+        home = (size - 1) * sum(case.new) * H * (D + 1) * max(w, 4)
         sums = {passing: sum(results[i][2] for results in of_ranks) for passing, of_ranks in found.items()}
-        assert sums["KV"] == pytest.approx(size * keys, abs=0.5)
-        assert sums["Q"] == pytest.approx(size * (queries + home), abs=0.5)
+        assert sums["KV"] == keys
+        assert sums["Q"] == queries + home
         passed = {results[i][1] for results in found["auto"]}
         assert sums["auto"] == min(sums["Q"], sums["KV"])
         assert passed == ({"KV"} if sums["KV"] <= sums["Q"] else {"Q"})

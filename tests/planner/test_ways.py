@@ -9,7 +9,6 @@ from bench.scoreboard import unlimited
 from ring_planner import hidden_communication
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward, training_bytes
-from ring_planner.pass_q_or_kv import ON_A_GPU, Prefill, published
 from ring_planner.round_costs import TILE, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import Cluster, alike, busiest, exchanges, shares, splits, traffic
@@ -334,32 +333,3 @@ def test_counts_by_hand():
         ours = hidden_communication.min_overlap_chunk(FLOPS, BANDWIDTH, layer, visible=visible, backward=backward)
         assert ours == pytest.approx(chunk, rel=1e-12), name
     assert [hidden_communication.hidden_share(C, 8) for C in (2, 8, 9)] == [0.25, 1, 1]
-
-
-# K and V or Q: the closed share, the times it comes from, and the paper's tables -------------------------------------
-
-
-LAYERS = [ON_A_GPU, AttentionLayer(8, 8, 64, 4), AttentionLayer(6, 2, 8, 8)]
-SPEEDS = [(500e12, 25e9), (500e12, 450e9), (1e12, 1e3), (math.inf, 1.0)]  # FLOP/s and bytes/s; bytes alone decide
-
-
-@pytest.mark.parametrize("partial", [0, 2])
-@pytest.mark.parametrize("speeds", SPEEDS)
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("P", [2, 3, 16])
-def test_at_the_closed_share_both_take_as_long(layer, P, speeds, partial):
-    N = 200_000
-    share = Prefill(layer, 1, N - 1, P, *speeds, partial).share_for_keys
-    for times, faster in ((0.9, 1), (1.0, None), (1.1, 0)):
-        if times * share >= 1:
-            continue  # with as many K/V heads as queries Q travels, even if all tokens are new
-        turn = Prefill(layer, times * share * N, N - times * share * N, P, *speeds, partial)
-        if faster is None:
-            assert turn.seconds[0] == pytest.approx(turn.seconds[1], rel=1e-12)
-        else:
-            assert turn.seconds[faster] < turn.seconds[1 - faster]
-            assert (turn.new >= N * turn.share_for_keys) == (faster == 0)
-
-
-def test_a_rank_alone_sends_nothing():
-    assert len({*replace(published(1), world_size=1).seconds}) == 1
