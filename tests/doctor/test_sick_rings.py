@@ -1,6 +1,5 @@
 """A right ring on a mesh is healthy, and so is PyTorch's own; what is written of public rings."""
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.mistakes.other_ways import hosts
 from ring_doctor.patients import __main__ as command
-from ring_doctor.patients.__main__ import RESULTS, TABLE, table
+from ring_doctor.patients.__main__ import TABLE, rows_of, table
 from ring_doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward
 from ring_doctor.report import Report
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -54,24 +53,22 @@ def test_a_right_ring_is_healthy(ranks):
 
 # Public rings ---------------------------------------------------------------------------------------------------------
 
-LINES = json.loads(RESULTS.read_text())
+ROWS = rows_of(TABLE.read_text())
 FINDINGS = Path(__file__).parents[2] / "ring_doctor" / "patients" / "findings"
 
 
-def test_the_table_is_that_of_the_results():
-    assert TABLE.read_text() == table(LINES)
-    assert list(LINES) == sorted(LINES)
-    for line in LINES.values():
-        assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
+def test_the_table_is_in_order_and_names_known_mistakes():
+    assert TABLE.read_text() == table(dict(sorted(ROWS.items())))
+    for row in ROWS.values():
+        assert {mistake for names in re.findall("`(.*?)`", row) for mistake in names.split(" and ")} <= set(CATALOGUE)
 
 
 def test_what_is_written_of_patients(tmp_path, monkeypatch):
-    """The lines of others stay; one whose library is not there has none; what cannot be examined has one."""
-    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    """The rows of others stay; one whose library is not there has none; what cannot be examined has one."""
     monkeypatch.setattr(command, "TABLE", tmp_path / "results.md")
     monkeypatch.setattr(command, "patient_of", lambda name: patient_of(ring_attention, version="1" * ("b" not in name)))
     monkeypatch.setattr(sys, "argv", ["patients", "c", "b", "a"])
-    command.RESULTS.write_text(json.dumps({"b": LINES["torch_loop"]}))
+    command.TABLE.write_text(table({"b": ROWS["torch_loop"]}).replace("| torch_loop |", "| b |"))
     cases = zip((Case(3), Case(3, causal=True), Case(3, inputs="large"), Case(4)), (0.123, 0.05, 9.0, 0.5), strict=True)
     more = [
         (Question(case), {"relative": {"out": x}, "wrong": {"out": 9.0}, "errors": {"out": (x, 1.0)}})
@@ -82,18 +79,18 @@ def test_what_is_written_of_patients(tmp_path, monkeypatch):
     report = Report(Examination(patient_of(ring_attention), answers), found, "")
     with mock.patch.object(command, "examine", side_effect=[report, CannotExamine("no")]):
         assert command.main() == 0
-    written = json.loads(command.RESULTS.read_text())
-    assert [line["verdict"] for line in written.values()] == [command.CANNOT, "healthy", "sick"]
-    assert list(written.items())[1] == ("b", LINES["torch_loop"])
-    assert written["c"]["errors"] == {"3": {"out": 0.12}, "4": {"out": 0.5}}
-    assert [written["c"][of] for of in ("level", "answers", WRONG, "mistake")] == ["wrong", 4, 4, ["scale_twice"]]
-    assert command.TABLE.read_text() == table(written)
+    written = rows_of(command.TABLE.read_text())
+    assert list(written) == ["c", "a", "b"]  # the sick first
+    assert written["b"] == ROWS["torch_loop"].replace("torch_loop", "b")
+    assert written["a"].startswith("| a | 1 | cannot be examined |  |  |  | ")
+    sick = "sick, 4 answers (wrong) | `scale_twice` | in every question | 3: out 0.12<br>4: out 0.5"
+    assert written["c"].startswith(f"| c | 1 | {sick} | ")
 
 
 def test_every_finding_has_a_report_and_is_shown():
     page = (FINDINGS / "README.md").read_text()
     rows = re.findall(r"^\| \[(.*)\]\(#.*\) \| .* \| `(.*)` \|$", page, re.M)
-    assert {shown for _, shown in rows} <= {name for name in LINES if LINES[name]["verdict"] == "sick"}
+    assert {shown for _, shown in rows} <= {name for name, row in ROWS.items() if " | sick, " in row}
     assert [title for title, _ in rows] == re.findall(r"^## (.*)$", page, re.M)[:-1]
 
 
@@ -153,4 +150,4 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
 def test_the_doctor_finds_what_the_table_says_of_pytorchs_loop():
     """`python -m ring_doctor.patients` asks the others, where what they need is installed."""
     report = examine(replace(patient_of("ring_doctor.patients.torch_loop"), worlds=(4,)), quick=True)
-    assert (report.healthy, LINES["torch_loop"]["verdict"]) == (True, "healthy")
+    assert (report.healthy, " | healthy, " in ROWS["torch_loop"]) == (True, True)
