@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 def positions(layout, seq_len, rank, world_size):
     """Where the tokens of a rank stand in the sequence: int64 (C,)."""
-    n = world_size * (2 if layout == "zigzag" else 1)  # pieces: of a rank one, in zigzag an early one and a late one
+    n = world_size * (2 if layout == "zigzag" else 1)  # pieces: in zigzag a rank has an early one and a late one
     if layout not in ("contiguous", "zigzag") or seq_len % n or not 0 <= rank < world_size:
         raise ValueError(f"{layout=}, {seq_len=}, {rank=}; expected contiguous or zigzag, {n}·i, 0 to {world_size - 1}")
-    return torch.arange(seq_len).view(n, -1)[[rank, -1 - rank][: n // world_size]].flatten()
+    return torch.arange(seq_len).view(n, -1)[[rank, -1 - rank] if layout == "zigzag" else rank].flatten()
 
 
 def visible(r, j, C, causal, layout):
@@ -51,9 +51,8 @@ def block_backward(q, k, v, triangle, d_out, out, lse):
 def hop(x, group):
     """Begin to send x to the next rank. The function returned waits, and gives what the previous rank sent."""
     r, P, received = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(x)
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=(r + 1) % P)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(r - 1) % P)
-    works = dist.batch_isend_irecv([send, receive])  # both at once: ranks that all send first wait for ever
+    both = [(dist.irecv, received, r - 1), (dist.isend, x, r + 1)]  # at once: ranks that all send first wait for ever
+    works = dist.batch_isend_irecv([dist.P2POp(op, y, group=group, group_peer=peer % P) for op, y, peer in both])
     return lambda: [work.wait() for work in works] and received
 
 
@@ -82,8 +81,9 @@ class Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # messages have no second derivative
     def backward(ctx, d_out):
+        if torch.is_grad_enabled():  # once_differentiable would miss a loss that is linear in out
+            raise RuntimeError("create_graph=True asks for a second derivative; a ring has a first one only")
         (q, k, v, out, lse), (causal, layout, group) = ctx.saved_tensors, ctx.options
         r, C, dq, arrive = dist.get_rank(group), q.shape[-2], torch.zeros_like(q), None
         for j, (k_j, v_j) in blocks(torch.stack((k, v)), group, q.dtype, own_last=True):
@@ -100,27 +100,27 @@ class Ring(torch.autograd.Function):
 
 def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
-    (B, H, C, D), G, n = (*q.shape, *[1] * 4)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(str(layout))
-    right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
+    right = q.dim() == k.dim() == 4 and k.shape == v.shape == (len(q), k.shape[1], *q.shape[2:]) and q.numel() > 0
+    right = right and k.numel() > 0 and q.shape[1] % k.shape[1] == 0 and q.dtype == k.dtype == v.dtype
+    right = right and q.is_floating_point() and (layout == "contiguous" or (layout == "zigzag" and q.shape[2] % 2 == 0))
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # all have a backward pass, or none
     call = f"{[(*x.shape, x.dtype) for x in (q, k, v)]}, causal={bool(causal)}, {layout}, gradients={graph}"
     word = hash(tuple(call.encode()))  # a number that is alike on all ranks, as the hash of a text is not
-    dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
-    if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or sum(both) or dist.get_rank(group) < 0:
+    dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits
+    if not right or sum(both) or dist.get_rank(group) < 0:
         wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, contiguous or zigzag of even C"
-        raise ValueError(f"expected {wanted}, alike on all ranks of the group; got {call} here")
-    wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
-    with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits
+        wanted = "the same call on all ranks, and on no others" if right else wanted
+        raise ValueError(f"expected {wanted}; this rank's call is {call}")
+    wide = q.unflatten(1, (k.shape[1], -1)).to(torch.promote_types(q.dtype, torch.float32))  # K and V travel unchanged
+    with torch.autocast(q.device.type, enabled=False):  # all is computed in float32: exact, but slow for 16 bits
         return Ring.apply(wide, k, v, causal, layout, group).flatten(1, 2).to(q.dtype)
 
 
-def train(attention, at, S):
-    """The losses of one layer that must look back: each token has to name the first token of its sequence."""
+def train(attention, at, S):  # the losses of a layer that must look back: tokens name the first one of their sequence
     torch.manual_seed(0)  # the same weights and sequences on every rank
     word, place, to_qkv = weights = [torch.randn(n, 32).double().div(4).requires_grad_() for n in (8, S, 64)]
     adam = torch.optim.Adam(weights, 0.03)
-    for _ in range(31):
-        tokens = torch.randint(8, (16, S))
+    for tokens in torch.randint(8, (31, 16, S)):
         qkv = ((word[tokens[:, at]] + place[at]) @ to_qkv.T).unflatten(2, (8, 8)).transpose(1, 2)  # (16, 8, C, 8)
         guess = attention(*qkv.split((4, 2, 2), dim=1)).sum(1)  # (16, C, 8): 4 heads, on 2, vote for a word
         loss = torch.nn.functional.cross_entropy(guess.mT, tokens[:, :1].expand(-1, len(at))) * len(at) / S
