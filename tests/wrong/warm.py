@@ -4,6 +4,7 @@ python warm.py SOCKET           waits for requests; for each it forks a process,
 python -S warm.py SOCKET FILE   runs FILE, or -m MODULE, in such a process, in this folder, with this environment
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -22,8 +23,6 @@ def ask(at, *argv):
 
 
 def answer(client):
-    import torch
-
     request, outputs, *_ = socket.recv_fds(client, FILE_AND_ENVIRONMENT, 2)
     folder, sys.argv, environment = json.loads(request)
     os.environ.update(environment)
@@ -31,8 +30,8 @@ def answer(client):
     for at, output in enumerate(outputs, start=1):
         os.dup2(output, at)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    runpy.run_path(f"{sys.path[0]}/sitecustomize.py")
-    sys.modules["ring_doctor_watching"].watch(torch)
+    runpy.run_path(f"{sys.path[0]}/sitecustomize.py", run_name="sitecustomize")
+    importlib.import_module("ring_doctor_recorder").watch()
     try:
         if module := sys.argv[0] == "-m":
             del sys.argv[0]
