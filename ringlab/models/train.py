@@ -243,15 +243,14 @@ class Progress:
 
     def line(self, step: int, loss: float, device: torch.device) -> str:
         """The line after `step`; every rank must call."""
-        memory = torch.tensor(float(peak_memory(device)), device=device)
-        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        memory = max(agree(lambda: peak_memory(device)))
         rate = (step - self.shown) / (time.perf_counter() - self.since)  # steps a second
         self.shown, self.since = step, time.perf_counter()
         mfu = rate * self.flops / self.peak
         told = f"MFU {100 * mfu:.0f}%" if mfu <= 1 else "MFU unknown (the machine was busy when its peak was measured)"
         speed = f"{rate * self.tokens:,.0f} tokens/s, {told}"
         bar = f"{step:>6}/{self.steps} [{'#' * (20 * step // self.steps):<20}]"
-        return f"{bar} loss {loss:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank"
+        return f"{bar} loss {loss:.4f}, {speed}, {memory / 1e6:,.0f} MB a rank"
 
 
 def write_losses(folder: Path, losses: list[float]) -> str | None:

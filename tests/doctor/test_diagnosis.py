@@ -83,8 +83,8 @@ def and_fails(feature, **how):
 
 def one_nan():
     """An entry that has nothing to say about the only wrong answer is no explanation."""
-    odd = lambda it: len(it.case.positions(0)) == 7 and it.case.layout == "contiguous" and not it.case.causal  # noqa: E731
-    return but(examined(), lambda case, x: x | {"out": x["out"] * torch.nan}, odd)
+    wrong = answer_on_paper(Question(Case(3, 21)), change=lambda _, x: x | {"out": x["out"] * torch.nan})
+    return Examination(PATIENT, [answer_on_paper(Question(Case(3, 18))), wrong])
 
 
 def unclear():
@@ -146,7 +146,7 @@ ODD, GROUPED = (CONDITIONS[f"with {of}"] for of in ("an odd number of tokens a r
 BOTH = ("other_way", "own_queries_only")
 OTHERS = {"two mistakes": BOTH, "two mistakes, one unknown": BOTH[:1], "other_way": BOTH}  # in place of KNOWN
 OF_LSE = ("lse_returned_in_base_2", "gradients_travel_other_way")
-OTHERS |= {"of lse": OF_LSE[:1], "of lse and gradients": OF_LSE}
+OTHERS |= {"of lse": OF_LSE[:1], "of lse and gradients": OF_LSE, "one NaN": ("positions_of_zigzag",)}
 KNOWN = (
     "mask_forgotten",
     "gradients_in_16_bits",
@@ -194,8 +194,8 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
     "right plainly with other inputs": asked_in_another_way("normal"),
     "gradients_in_16_bits": under_autocast(only=False),
     "gradients_in_16_bits under autocast": under_autocast(only=True),
-    **{name: two_mistakes(*BOTH[: 2 if "two" in name else 1]) for name in OTHERS if "lse" not in name},
-    **{name: two_mistakes(*names) for name, names in OTHERS.items() if "lse" in name},
+    **{name: two_mistakes(*BOTH[: 2 if "two" in name else 1]) for name, of in OTHERS.items() if of[0] in BOTH},
+    **{name: two_mistakes(*names) for name, names in OTHERS.items() if names[0] in OF_LSE},
 }
 DIAGNOSED = Path(__file__).with_name("diagnosed.txt")  # python -m tests.doctor.test_diagnosis writes it
 

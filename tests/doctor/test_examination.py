@@ -33,7 +33,7 @@ from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
 from ring_doctor.explaining.xray import on_paper
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
-from ring_doctor.report import Report, as_json, text
+from ring_doctor.report import Report, as_json, found_in, text
 from tests.doctor.examined import answer_on_paper, examined, on_these
 from tests.wrong import odd_patients
 
@@ -196,6 +196,14 @@ def test_a_verdict_follows_from_the_answers_and_assert_ring_from_it(name):
         assert_ring(odd_patients.right)
 
 
+def test_the_worst_share_is_told_and_a_wider_dtype_where_all_its_questions_are_right():
+    wrong = answer(IN_16_BITS, WRONG, 0.25)
+    causal = replace(wrong, question=of_p3(causal=True, dtype=torch.bfloat16))
+    assert Report(Examination(PATIENT, [SECOND[0], wrong, causal]), None, "").remarks == ["It is imprecise in 16 bits."]
+    worst = found_in(replace(wrong, errors=wrong.errors | {"dq": (9.0, 10.0)}))
+    assert worst.endswith("one number of out is off by 2.5e-01, rounding allows 1.0e-09")
+
+
 @pytest.mark.parametrize(
     ("named", "more", "changes", "unclear"),
     [
@@ -228,8 +236,8 @@ def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, c
 class Runs:
     """The ranks of an X-ray: right ones, but for the sizes of V; the heads that they are asked with are noted."""
 
-    def __init__(self, *how):
-        self.heads, self.closed, Runs.last = set(), False, self
+    def __init__(self, patient, *how):
+        self.heads, self.closed, self.how, Runs.last = set(), False, how, self
 
     def ask(self, question):
         self.heads.add(question.case.heads)
@@ -246,8 +254,9 @@ class Runs:
 def test_an_xray_has_the_heads_that_a_ring_needs_and_a_third_run_where_two_are_right(claims, heads):
     patient, failed = replace(PATIENT, **claims), answer(PLAIN, FAILED, says="no")
     with mock.patch.object(assertion, "Job", Runs):
-        found = take_xray(patient, Question(Case(3, 12, head_dim=12)))
+        found = take_xray(patient, Question(Case(3, 12, head_dim=12)), seconds=7, device="meta")
     assert (Runs.last.heads, found.case.inputs, found.right, Runs.last.closed) == ({heads}, SIZES_OF_V, False, True)
+    assert Runs.last.how == (3, 7, "meta")
     with mock.patch.object(Runs, "ask", return_value=failed), mock.patch.object(assertion, "Job", Runs):
         said = take_xray(patient, PLAIN)
     assert said == "none, because with P = 3, no mask, contiguous, C = 6, float64 it fails: no"
@@ -638,7 +647,7 @@ ODD = [  # a ring, how the questions begin that it is asked, its claims; the lev
     ("draws", "twice", {}, "right", "It takes random numbers from torch's generator"),
     ("lse_with_gradient", "gradient of lse", LSE_ALONE, "right", ""),
     ("lse_without_gradient", "gradient of lse", LSE_ALONE, "right for what it takes", "error, of a loss that uses lse"),
-    ("refuses_grouped_queries", "4 query heads", {}, "right", "3 refused (1 x grouped queries"),
+    ("gives_no_gradients", "C = 6", {}, "wrong", "SICK: no_gradient, in "),
     ("with_sinks", "attention sinks", {}, "right", ""),
     ("sinks_reduced", "attention sinks", {}, "right", "nothing may sum it once more"),
     ("sinks_per_block", "attention sinks", {}, "wrong", "SICK: sinks_per_block, in "),

@@ -160,6 +160,14 @@ def put_back(layer):
     del layer.expand_kv
 
 
+def with_an_indexer(layer):
+    layer.indexer = torch.nn.Identity()
+
+
+def mean_of_queries(layer):
+    layer.indexer.wq_b.register_forward_hook(lambda part, args, out: out - out.mean(dim=1, keepdim=True))
+
+
 HOOKED = "expected a Linear of a Parameter, without adapter, hook, bias or slices, for latents; or way=Ring"
 
 
@@ -177,6 +185,8 @@ def changed(name, before, after):
     ("name", "before", "after", "said"),
     [
         ("llama", id, id, "LlamaForCausalLM has no layer with latents (expand_kv); expected way=Ring: keys and values"),
+        ("llama", with_an_indexer, id, "LlamaAttention has a Identity, and passes no indices"),
+        ("deepseek_v32", mean_of_queries, id, "DeepseekV32Indexer chooses other keys for some queries than for all"),
         ("hy_v4", id, id, "HYV4Attention has sinks, which the ring of latents does not know"),
         ("dots3_note_text", id, id, "Dots3NoteTextAttention has window, which"),
         ("deepseek_v3", other_values, id, "Other makes other keys and values from its latents than kv_b_proj"),

@@ -39,7 +39,7 @@ def proved(model):
     transformers.AttentionInterface.register("noted", noted.attend)
     transformers.AttentionMaskInterface.register("noted", asked_mask)
     found = prove(model, noted, "noted")
-    return found.layers, found.first
+    return found.layers, found.first, found.packs
 
 
 def llama(dtype=torch.float64, **options):
@@ -48,12 +48,25 @@ def llama(dtype=torch.float64, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "options", "first"),
-    [("Llama", {}, 0), ("GPT2", {}, 0), ("Roberta", {"is_decoder": True, "pad_token_id": 3}, 4), ("OPT", {}, 0)],
+    ("name", "options", "expected"),
+    [
+        ("Llama", {}, (2, 0, True)),
+        ("GPT2", {}, (2, 0, True)),
+        ("Roberta", {"is_decoder": True, "pad_token_id": 3}, (2, 4, True)),
+        ("OPT", {"word_embed_proj_dim": 32, "ffn_dim": 40}, (2, 0, True)),
+        ("StableLm", {}, (2, 0, False)),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, (1, 0, True)),
+    ],
 )
-def test_right_models_are_proved_in_any_dtype(name, options, first, dtype):
-    small = {"word_embed_proj_dim": 32, "ffn_dim": 40} if name == "OPT" else {}
-    assert proved(model_of(name, {**options, **small}, dtype)) == (2, first)
+def test_right_models_are_proved_in_any_dtype(name, options, expected, dtype):
+    """Packed documents are for a model whose layers are all told of them."""
+    model = model_of(name, options, dtype)
+    assert proved(model) == expected
+    for layer in (layers := seam.linear_layers(model)):
+        layer.register_forward_pre_hook(
+            lambda part, args, passed: (args, passed | {"documents": None}), with_kwargs=True
+        )
+    assert not layers or proved(model) == (*expected[:2], False)
 
 
 # What mixes tokens --------------------------------------------------------------------------------------------------
@@ -184,7 +197,7 @@ def test_random_numbers_are_no_mixture_and_are_given_back():
     model = model_of("GPT2", dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5))
     mlp, before = model.transformer.h[0].mlp, torch.get_rng_state()
     wrap(mlp, lambda x: x * (1 + torch.rand(x.shape[:2])[..., None]) if mlp.training else x)
-    assert proved(model) == (2, 0)
+    assert proved(model)[:2] == (2, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 

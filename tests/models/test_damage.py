@@ -39,7 +39,7 @@ NEWEST, OLDER = ("step-00000004", "step-00000002")
 NO_FILE = "cannot be read: No such file or directory"
 OTHER_SUM = "does not match its checksum in SHA256SUMS"
 NO_LIST = "SHA256SUMS is not the list of checksums"
-TEXT = b"the keys and values go round the ring,\n" * 30
+TEXT = b"the keys and values go round the ring,\n" * 30_000  # 1.2 MB
 
 
 @dataclass
@@ -110,7 +110,7 @@ WAYS = {
     "data, one bit": Way(
         "refused",
         (NEWEST, "is of another run: it has sha256 of the data ", ", here "),
-        lambda run: flip(run.parent / "text.txt", 500),
+        lambda run: flip(run.parent / "text.txt", -1),
     ),
     # the largest file that can be written: as on a full disk, some writes fail
     "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),

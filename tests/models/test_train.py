@@ -474,7 +474,7 @@ def numbers_of_progress(context):
         peak = train.measured_peak(context, torch.float32)
     clock = iter([0.0, 2.0, 2.0, 6.0, 6.0])
     with (
-        mock.patch.object(train.time, "perf_counter", side_effect=lambda: next(clock, 6.4)),
+        mock.patch.object(train, "time", mock.Mock(perf_counter=lambda: next(clock, 6.4))),
         mock.patch.object(train, "peak_memory", return_value=1_000_000 * (rank + 1)),
     ):
         progress = train.Progress(2, steps=12, tokens=100, flops=50.0, peak=200.0)

@@ -60,7 +60,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     f"{LLAMA} --sources --kernels best --task prefill",
     f"{LLAMA} --hosts 2 --cp 16 --tp 1 --recompute full --loss pieces --bandwidth 5e9 --host-bandwidth 1e9",
     f"{LLAMA} --hosts 2 --trainable 0.1 --weights 4bit --optimizer adam-bf16 --recompute selective",
-    f"{LLAMA} --hosts 4 --nics 2 --cp 4 --tp 4 --batch 3 --seq-len 32768 --optimizer sgd",
+    f"{LLAMA} --hosts 4 --nics 2 --batch 3 --seq-len 32768 --optimizer sgd",
     f"{LLAMA} --kernels framework --tp 8 --recompute none --linear-dtype fp8 --trainable 0.25 --seq-len 63488",
     f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.25' --task train",
     f"{IDEAL_MODEL} --hosts 2 --seq-len 32768 --optimizer adam8bit",
