@@ -182,8 +182,7 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 # rank has two runs of tokens, so the state passes it twice. Kimi delta attention has a decay for each row of the state, so $keep$ is
 # a number for each row.
 #
-# A model that generates needs no keys in these layers. Every rank gets the state after the prompt, and goes on alone:
-# [generate_states](../ringlab/models/generate_states.py).
+# A model that generates needs no keys in these layers. Every rank gets the state after the prompt, and goes on alone.
 #
 # **One number to remember:** a state is $D \cdot D_v$ numbers. It does not grow with the sequence.
 #

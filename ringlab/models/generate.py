@@ -18,13 +18,12 @@ of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H,
     ok    the tokens of one process: 121 224 66 114 ... and 65 82 197 108 ...
     a new token: 144 numbers a rank and layer to merge, however long the context; a ring: 2,688 here
 
-Before: transformer.py, the model. After: generate_states.py, where linear layers remember.
+Before: transformer.py, the model. After: pass_q.py, a few new tokens instead of one.
 Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 2018, section 3.1, for the merge.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
-from ringlab.models.transformer import ALONE, Config, Transformer
+from ringlab.models.transformer import Config, Transformer
 from ringlab.ring.backward import left_as_it_is
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import capped_attend
@@ -221,9 +220,8 @@ def agree_on_prompts(
         expect(some, f"prompts of {counts} tokens, {new_tokens} new ones", least)
         unknown = next((repr(x) for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab), "")
         expect(not unknown, f"{unknown} is in a prompt", f"tokens: Python integers from 0 to {vocab - 1}")
-        made = "Transformer(..., cache), or with linear layers by Transformer(..., cache, cache), a HybridCache"
         ours = all(layer.attention is cache for layer in model.layers)
-        expect(ours, "the model has another attention", f"this cache: make it by {made}")
+        expect(ours, "the model has another attention", "this cache in every layer: make it by Transformer(..., cache)")
         Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * members(cache.group)[1])
         texts = [list(prompt) for prompt in prompts]
         same = {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
@@ -251,10 +249,10 @@ PROMPTS = (b"A ring reads.", b"Short.")
 NEW = 12
 
 
-def seeded(attention: Any, states: Any = ALONE, **sizes: Any) -> Transformer:
-    """A model of CONFIG's or these sizes with large random weights: its answers depend on the whole prompt."""
+def seeded(attention: Any) -> Transformer:
+    """A model of CONFIG's sizes with large random weights: its answers depend on the whole prompt."""
     torch.manual_seed(0)
-    model = Transformer(replace(CONFIG, **sizes), attention, states)
+    model = Transformer(CONFIG, attention)
     for weight in model.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=0.3)
@@ -277,9 +275,9 @@ def alone(model: Transformer, prompt: Sequence[int], new_tokens: int) -> list[in
     return text[len(prompt) :]
 
 
-def as_one_process(of_ranks: Sequence[Tensor], **sizes: Any) -> bool:
+def as_one_process(of_ranks: Sequence[Tensor]) -> bool:
     """Whether the tokens of all ranks (B, NEW) are those of a `seeded` model on one process. It says so."""
-    model = seeded(nn.functional.scaled_dot_product_attention, **sizes)
+    model = seeded(nn.functional.scaled_dot_product_attention)
     right = [alone(model, prompt, NEW) for prompt in PROMPTS]
     ok = all(tokens.tolist() == right for tokens in of_ranks)
     words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)

@@ -20,7 +20,7 @@ no more than so many tokens of each text, because its activations need less memo
 is that of one forward pass over all tokens. Slots are in rising order of positions, the empty ones last.
 
 A first reader may skip this file. Its tests compare attention and answers with those of one process.
-Before: generate_states.py, one new token. After: your own texts.
+Before: generate.py, one new token. After: your own texts.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; 3.2, appendix B.
 """
 

@@ -11,11 +11,8 @@ import torch.nn.functional as F
 
 from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
-from ringlab.models.generate_states import HybridCache
-from ringlab.models.transformer import Config, Linear, Transformer
+from ringlab.models.transformer import Config, Transformer
 from ringlab.ring.layouts import layout_of
-from ringlab.states.linear_attention import recurrence
-from ringlab.states.short_convolution import short_convolution
 from tests.attention import SEED
 from tests.mistakes import as_on_hosts, assert_refused
 
@@ -116,19 +113,18 @@ def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
 CALLS = ((5,), LENGTHS), ((9,), (2, 17, 4))  # of ranks 0, 2 and 4, and of ranks 1 and 3
 
 
-def one_after_the_other(context, kind):
+def one_after_the_other(context):
     """Two calls in one cache, with other prompts and another number of them, beside another part of the job."""
     groups, part = [dist.new_group(ranks) for ranks in ([0, 2, 4], [1, 3])], context.rank % 2
-    cache = kind(group=groups[part])
+    cache = SpreadCache(group=groups[part])
     with mock.patch.object(module, "CONFIG", CONFIG):
-        model = seeded(cache, cache, **HYBRID) if kind is HybridCache else seeded(cache)
+        model = seeded(cache)
     return [generate(model, cache, prompts_of(lengths), NEW).tolist() for lengths in CALLS[part]]
 
 
-@pytest.mark.parametrize("kind", [SpreadCache, HybridCache])
-def test_a_cache_begins_anew_with_each_call_and_knows_its_part_of_the_job(ranks, kind):
-    right = {SpreadCache: partial(right_answers, None), HybridCache: right_hybrid}[kind]
-    assert ranks(5, one_after_the_other, kind) == [[right(lengths) for lengths in CALLS[rank % 2]] for rank in range(5)]
+def test_a_cache_begins_anew_with_each_call_and_knows_its_part_of_the_job(ranks):
+    right = [[right_answers(None, lengths) for lengths in CALLS[rank % 2]] for rank in range(5)]
+    assert ranks(5, one_after_the_other) == right
 
 
 def test_each_token_of_each_rank_counts_in_the_demonstration(capsys):
@@ -213,44 +209,9 @@ def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, wi
         return generate(model, cache, prompts_of_ranks[context.rank], new_tokens)
 
 
-# With linear layers: in constant memory -------------------------------------------------------------------------------
-
-HYBRID = {"vocab": 61, "layers": 4, "linear": 1, "hidden": 48, "heads": 6, "kv_heads": 2, "feedforward": 40}
-TEXTS = ((1, 17, 6), (2, 3))  # of the prompts: they end on different ranks, some before the convolution is full
-
-
-@lru_cache
-def right_hybrid(lengths):
-    model = seeded(F.scaled_dot_product_attention, Linear(short_convolution, recurrence), **HYBRID)
-    return [alone(model, prompt, NEW) for prompt in prompts_of(lengths)]
-
-
-def hybrid_answers(context, layout, lengths):
-    """The new tokens, and how many numbers the states have after the prompt and at the end."""
-    counts = []
-
-    def counted(cache, position, store=SpreadCache.store):
-        counts.append(sum(x.numel() for x in (*cache.states, *cache.ends)))
-        return store(cache, position)
-
-    cache = HybridCache(layout)
-    with mock.patch.object(HybridCache, "store", counted):
-        tokens = generate(seeded(cache, cache, **HYBRID), cache, prompts_of(lengths), NEW)
-    return tokens.tolist(), {*counts, sum(x.numel() for x in (*cache.states, *cache.ends))}
-
-
-@pytest.mark.parametrize(("P", "layout"), [(1, "zigzag"), (3, "zigzag"), (4, "contiguous")])
-@pytest.mark.parametrize("lengths", TEXTS)
-def test_a_hybrid_generates_what_one_process_computes_and_its_states_do_not_grow(ranks, P, layout, lengths):
-    D, B = 8, len(lengths)
-    for tokens, counts in ranks(P, hybrid_answers, layout, lengths):
-        assert tokens == right_hybrid(lengths)
-        assert counts == {2 * B * (6 * D * D + 10 * D * 3)}  # 2 linear layers: 6 states, 6 + 2 + 2 heads before 4 taps
-
-
-def without_states(context):
+def with_linear_layers(context):
     cache = SpreadCache()
-    generate(seeded(cache, **HYBRID), cache, [[1]], 2)
+    generate(Transformer(Config(linear=1), cache), cache, [[1]], 2)
 
 
 def stored_too_often(context):
@@ -275,7 +236,7 @@ REFUSED = [  # what is done on each rank, and what all say
     (["rank 1: layout is 'zag'", "expected one of"], refused, GOOD, 2, ("zigzag", "zag", "zigzag")),
     (["window is 0", "expected 1 token or more"], refused, GOOD, 2, ("zigzag",) * 3, 0),
     (["rank 1: the model has another", "expected this cache"], refused, GOOD, 2, ("zigzag",) * 3, None, True),
-    (["with linear layers by Transformer(..., cache, cache)"], without_states),
+    (["the model has another attention; expected this cache in every layer"], with_linear_layers),
     (["full after 3 new tokens", "expected `begin` with more room"], stored_too_often),
 ]
 
