@@ -8,7 +8,6 @@ have written, or one has ended too early, or the time is over, every process is 
 Before: watching.py. After: seen.py, what the ranks saw.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -25,15 +24,14 @@ from ring_doctor.asking.job import CannotExamine
 from ringlab.support.processes import LOST_CONNECTION
 
 # A shell that ends every process of the job, when the doctor closes a pipe or was killed: those of the job's group, and
-# those that wrote their number, unless a later process was given it. Without /proc this is not looked at.
+# those that wrote their number, unless a later process was given it. Without /proc this is not looked at. Before that, a
+# launcher has a moment to end by itself.
 GUARD = """\
-read _; kill -9 -"$1"
+read _; sleep 0.3; kill -9 -"$1"
 for file in "$2"/pid-*; do
   if [ ! -e /proc/self ] || grep -qsF "$2" "/proc/${file##*-}/environ"; then kill -9 "${file##*-}"; fi
 done"""
-GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
-TAIL = 8  # lines of a job's output
-LONGEST = 16  # lines of an error
+LONGEST = 16  # lines of an error, or of the end of a job's output
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,6 @@ def run_job(
             while (status := process.poll()) is None and not _all_wrote(folder) and time.monotonic() < late:
                 time.sleep(0.05)
             (folder / "end").touch()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
         finally:
             end.communicate(b"\n")
             process.wait()
@@ -116,4 +112,4 @@ def failed_job(how: str, command: str, folder: Path, steps: int) -> CannotExamin
     errors = [file.read_text(errors="replace") for file in sorted(folder.glob("error-*"))]
     errors = [error for error in errors if not LOST_CONNECTION.search(error)] or errors
     lines = errors[0].splitlines()[:LONGEST] if errors else (folder / "output").read_text(errors="replace").splitlines()
-    return CannotExamine("\n  | ".join([f"the job {how}: {why}: {command}", *(lines if errors else lines[-TAIL:])]))
+    return CannotExamine("\n  | ".join([f"the job {how}: {why}: {command}", *(lines if errors else lines[-LONGEST:])]))

@@ -145,12 +145,15 @@ class Recorder:
     # At a step ----------------------------------------------------------------------------------------------------
 
     def clip(self, original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clipping: the gradients before it, and the norm that it returns or is given. By infinity it only measures."""
+        """The first clipping: the gradients before it, and the norm that it returns or is given.
+
+        By infinity it only measures.
+        """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if clips := bool(self.step["passes"] and parameters) and float(max_norm) < float("inf"):
+        if clips := bool(self.step["passes"] and parameters) and self.step["norm"] is None and max_norm < float("inf"):
             self.write("before", self.weights(), parameters)
         out = original(parameters, max_norm, *args, **kwargs)
-        if clips and self.step["norm"] is None:
+        if clips:
             self.step["norm"] = float(whole(kwargs.get("total_norm", args[:1] and args[0]) if out is None else out))
         return out
 
@@ -192,14 +195,14 @@ class Recorder:
         return named | {f"weight {n} of the optimizer": x for n, x in enumerate(others)}
 
     def write(self, kind: str, named: dict[str, Any], weights: Iterable[Any]) -> None:
-        """Each gradient of `weights` to a file: as the optimizer gets it, or as it is "before" it is first clipped."""
+        """Each gradient of `weights` to a file: as the optimizer gets it, or as it is "before" the first clipping."""
         given, rank = set(map(id, weights)), place()[0]
         for name, weight in named.items():
             if name not in self.step["weights"]:
                 x = whole(weight).detach().double()
                 self.step["weights"][name] = torch.stack([x.sum(), x.square().sum()]).cpu()
             file = FOLDER / f"{kind}-{len(self.steps)}-{name.replace('/', ':')}-{rank}.pt"
-            if weight.grad is not None and id(weight) in given and not (kind == "before" and file.exists()):
+            if weight.grad is not None and id(weight) in given:
                 self.step["dtypes"].add(str(weight.grad.dtype))
                 torch.save(whole(weight.grad).detach().to("cpu", copy=True), file)
 

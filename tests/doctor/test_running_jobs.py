@@ -421,8 +421,7 @@ ENDS = {  # commands, seconds, and what is said
 
 
 @pytest.mark.parametrize("job", ENDS)
-def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("ring_doctor.jobs.job.GRACE", 0.1)
+def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path):
     (seconds, says), file = ENDS[job], tmp_path / "number"
     with pytest.raises(CannotExamine) as error:
         run_job(job.format(file), tmp_path / "seen", steps=3, seconds=seconds)
@@ -434,8 +433,7 @@ def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path, m
         time.sleep(0.01)
 
 
-def test_ranks_are_in_their_order_and_a_launcher_that_stays_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("ring_doctor.jobs.job.GRACE", 0.1)
+def test_ranks_are_in_their_order_and_a_launcher_that_stays_is_ended(tmp_path):
     for rank in range(11):
         torch.save({"rank": rank}, tmp_path / f"seen-{rank:05}-of-00011.pt")
     job = run_job(f"mv {tmp_path}/*.pt $RING_DOCTOR_FOLDER; sleep 99", tmp_path / "seen", seconds=100)

@@ -22,9 +22,9 @@ SAYS = {  # what the first line of the report begins with, where {} is the funct
     "another_call": "every gradient is 2 times the right one: look at what divides the loss, and at ",
 }
 REFUSED = {
-    "random_step": "two calls on one process return different results; expected weights that are made",
+    "random_step": "two calls on one process return different losses; expected weights that are made",
     "without_targets": r"TypeError: .*got an unexpected keyword argument 'targets'",
-    "deaf_step": "targets= has no effect on the gradients; expected it to take the place of",
+    "deaf_step": "targets= has no effect on the loss; expected it to take the place of",
 }
 
 
