@@ -24,8 +24,8 @@ from ring_doctor.asking.job import CannotExamine
 from ringlab.support.processes import LOST_CONNECTION
 
 # A shell that ends every process of the job, when the doctor closes a pipe or was killed: those of the job's group, and
-# those that wrote their number, unless a later process was given it. Without /proc this is not looked at. Before that, a
-# launcher has a moment to end by itself.
+# those that wrote their number, unless a later process was given it. Without /proc this is not looked at. Before that
+# a launcher has a moment to end by itself.
 GUARD = """\
 read _; sleep 0.3; kill -9 -"$1"
 for file in "$2"/pid-*; do
