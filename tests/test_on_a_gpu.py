@@ -66,7 +66,7 @@ LARGE += [(dtype, 2, 1, 2**16 + 40, 40, 64) for dtype in ("float16", "float32")]
 
 @pytest.mark.parametrize("how", LARGE)
 def test_counts_beyond_16_bits(ranks, device, how):
-    """Heads, keys and queries. float16 has the kernels of bfloat16; that of float32 gets such a block in pieces. A CPU
+    """Heads, keys and queries. float16 has the kernels of bfloat16; a long block in float32 is plain. A CPU
     has none of these kernels: few are enough to try this test."""
     dtype, *counts = how
     assert ranks(1, error_of_block, dtype, *(n if device == "cuda" else n % 2**16 for n in counts)) <= [1]

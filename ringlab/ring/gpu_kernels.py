@@ -33,8 +33,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
-from ringlab.basics.online_softmax import merge
-
 aten = torch.ops.aten
 
 CHOICES = {1: "cuda flash", 2: "cuda efficient", 3: "cuda cudnn"}  # the numbers of torch.nn.attention.SDPBackend
@@ -59,6 +57,8 @@ def gpu_kernel(q: Tensor, k: Tensor, scale: float, causal: bool) -> tuple[str, s
             choice = torch_choice(q, k, scale, causal)
     if choice not in CHOICES:
         return "plain", "PyTorch takes no fused CUDA kernel for these tensors, or they are switched off"
+    if CHOICES[choice] == "cuda efficient" and max(Sq, k.shape[2]) > LONGEST:
+        return "plain", f"PyTorch's fused kernel for these tensors is silently wrong beyond {LONGEST:,} tokens"
     least, most = HEAD_DIMS[CHOICES[choice]]
     if least <= D <= most and D % 8 == 0 and B * H <= GRID:
         return CHOICES[choice], why
@@ -101,17 +101,10 @@ def gpu_forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, caus
     elif kernel == "cuda cudnn":
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
         lse = lse.reshape(q.shape[:3])  # it comes with one more dimension
-    elif max(q.shape[2], k.shape[2]) <= LONGEST:
+    else:
         k, v = (repeated(x, q) for x in (k, v))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
         lse = lse[..., : q.shape[2]]  # this kernel rounds the length up to a multiple of 32
-    else:
-        total = torch.zeros_like(q, dtype=torch.float32)
-        lse = total.new_full(q.shape[:3], -torch.inf)
-        for rows, keys, triangle in pieces(q.shape[2], k.shape[2], causal):
-            part = gpu_forward(kernel, q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, triangle)
-            total[:, :, rows], lse[:, :, rows] = merge(total[:, :, rows], lse[:, :, rows], *part)
-        out = total.to(q.dtype)
     return out, lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)  # +inf: a row that saw no key
 
 
@@ -133,15 +126,6 @@ def gpu_backward(
         q, out, d_out = in_one_order(q, out, d_out)
         rest = lse[..., None], *random, None, None, None, *lengths, 0.0, causal  # no bias; no padded sequences
         return aten._scaled_dot_product_cudnn_attention_backward(d_out, q, k, v, out, *rest, scale=scale)
-    if max(lengths) > LONGEST:
-        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
-        for rows, keys, triangle in pieces(*lengths, causal):
-            q_i, out_i, lse_i, d_out_i = (x[:, :, rows] for x in (q, out, lse, d_out))
-            piece = k[:, :, keys], v[:, :, keys], out_i, lse_i, d_out_i
-            parts = gpu_backward(kernel, q_i, *piece, scale, triangle)
-            for total, at, part in zip(sums, (rows, keys, keys), parts, strict=True):
-                total[:, :, at] += part
-        return [x.to(q.dtype) for x in sums]
     copies = repeated(k, q), repeated(v, q)
     padded = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
     rest = None, out, padded, *random, 0.0, [True, True, True, False], causal  # no bias, and no gradient of one
@@ -166,13 +150,6 @@ def in_one_order(q: Tensor, *tensors: Tensor) -> list[Tensor]:
         return [q, *tensors]
     order = torch.empty_like(q).stride()
     return [x if x.stride() == order else torch.empty_like(q).copy_(x) for x in (q, *tensors)]
-
-
-def pieces(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Queries and keys of the pieces of a long block, LONGEST of each at most, and whether the piece is a triangle."""
-    for i in range(0, queries, LONGEST):
-        for j in range(0, i + 1 if causal else keys, LONGEST):
-            yield slice(i, i + LONGEST), slice(j, j + LONGEST), causal and i == j
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:

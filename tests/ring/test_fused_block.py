@@ -200,6 +200,9 @@ UNTRIED, NO_KERNEL = "no fused CUDA kernel was tried", "PyTorch takes no fused C
         ({"choice": 2, "D": 8, "dtype": torch.float32}, "cuda efficient", TAKEN),
         ({"choice": 2, "D": 128}, "cuda efficient", TAKEN),
         ({"choice": 2, "D": 136}, "plain", UNTRIED),
+        ({"choice": 2, "S": (2**16, 2**16)}, "cuda efficient", TAKEN),
+        *(({"choice": 2, "S": S}, "plain", "beyond 65,536 tokens") for S in ((8, 2**16 + 8), (2**16 + 8, 8))),
+        ({"choice": 1, "S": (2**16 + 8, 2**16 + 8)}, "cuda flash", TAKEN),
         ({"choice": 2, "D": 124}, "plain", UNTRIED),
         ({}, "cuda cudnn", TAKEN),
         ({"D": 256, "S": (2048, 4096)}, "cuda cudnn", TAKEN),
@@ -337,44 +340,6 @@ def test_what_lies_well_on_a_gpu_is_not_copied(kernel):
     with on_gpu(kernel), mock.patch.object(torch.Tensor, "clone", side_effect=AssertionError):
         assert [x.data_ptr() for x in gpu_kernels.aligned(q, k, v)] == [x.data_ptr() for x in (q, k, v)]
         both_ways(q, k, v, d_out, scale=0.5, causal=False)
-
-
-@CUDA
-@pytest.mark.parametrize(
-    ("Sq", "Sk", "causal", "sizes"),
-    [
-        (16, 16, True, [(16, 16, True)]),
-        (17, 17, True, [(16, 16, True), (1, 16, False), (1, 1, True)]),
-        (17, 16, False, [(16, 16, False), (1, 16, False)]),
-        (5, 40, False, [(5, 16, False), (5, 16, False), (5, 8, False)]),
-        (40, 40, False, [(m, n, False) for m in (16, 16, 8) for n in (16, 16, 8)]),
-    ],
-)
-def test_the_efficient_kernel_gets_pieces_of_a_long_block(kernel, Sq, Sk, causal, sizes, monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "LONGEST", 16)
-    q, _, _, d_out = grouped_inputs(2, 4, 2, Sq, 8, torch.bfloat16)
-    _, k, v, _ = grouped_inputs(2, 4, 2, Sk, 8, torch.bfloat16)
-    with on_gpu(kernel, 0.5) as kernels:
-        results, lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
-    assert all(call.args[2:] == (0.5, None, causal) for call in kernels.asked.call_args_list)
-    assert [x.dtype for x in (*results, lse)] == [torch.bfloat16] * 4 + [torch.float32]
-    assert_four(results, expected(q, k, v, d_out, causal=causal, scale=0.5))
-    for each in (False, True):
-        seen = [(*size, causal) for backward, causal, *size in kernels.calls if backward == each and size != [1, 1]]
-        assert seen == ([size for size in sizes if size[:2] != (1, 1)] if "efficient" in kernel else [(Sq, Sk, causal)])
-
-
-def test_the_gradients_of_pieces_are_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "LONGEST", 16)
-    q, _, _, d_out = grouped_inputs(1, 2, 1, 16, 8, torch.bfloat16)
-    _, k, v, _ = grouped_inputs(1, 2, 1, 160, 8, torch.bfloat16)
-    with on_gpu("cuda efficient"):
-        out, lse = fused_forward(q, k, v, scale=0.5)
-        options = {"out": out, "lse": lse, "d_out": d_out, "scale": 0.5}
-        d_q, *_ = fused_backward(q, k, v, **options)
-        parts = [fused_backward(q, *block, **options)[0] for block in zip(k.split(16, 2), v.split(16, 2), strict=True)]
-    assert torch.equal(d_q, sum(part.float() for part in parts).bfloat16())
-    assert not torch.equal(d_q, sum(parts))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
