@@ -262,7 +262,8 @@ def write(folder: Path) -> None:
     calls |= {"planner": (planner,), "scoreboard": (scoreboard,), "book": (shared,)}
     calls |= {f"ring-{P}-{S}": (ring_file, P, S) for P in RANKS for S in seq_lens(P)}
     calls |= {f"xray-{name}": (dict, report) for name, report in xrays()}
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    (context := get_context("forkserver")).set_forkserver_preload([__name__])  # imported once, and not by each process
+    with ProcessPoolExecutor(mp_context=context) as pool:
         drawn = [pool.submit(save, name, folder / "narrow", narrow=True) for name in NARROW]
         for name, made in [(name, pool.submit(*call)) for name, call in calls.items()]:
             numbers = json.dumps(made.result(), separators=(",", ":"))
