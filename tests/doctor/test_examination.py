@@ -26,6 +26,7 @@ from ring_doctor.asking.examination import ask_again, examination_of
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import AFTER, BESIDE, LSE, UNEQUAL, Question, kind
+from ring_doctor.asking.state_case import StateCase
 from ring_doctor.assertion import assert_ring, examine, take_xray
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation, diagnose
@@ -259,6 +260,8 @@ def test_an_xray_has_the_heads_that_a_ring_needs_and_a_third_run_where_two_are_r
     assert Runs.last.how == (3, 7, "meta")
     with mock.patch.object(Runs, "ask", return_value=failed), mock.patch.object(assertion, "Job", Runs):
         said = take_xray(patient, PLAIN)
+        assert take_xray(patient, Question(StateCase(4, 12)), seconds=7, device="meta") == "none: no"
+    assert Runs.last.how == (4, 7, "meta")
     assert said == "none, because with P = 3, no mask, contiguous, C = 6, float64 it fails: no"
 
 

@@ -200,8 +200,10 @@ def test_any_flipped_bit_is_found_and_by_one_rank_at_least(small):
 
 
 def test_the_list_is_that_of_the_command_sha256sum(small):
+    (small / "__1_0.distcp").write_bytes(TEXT)
+    (small / SUMS).write_text(as_text({path.name: sha256(path) for path in small.iterdir() if path.name != SUMS}))
     done = subprocess.run(["sha256sum", "-c", SUMS], cwd=small, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "run.json: OK"]
+    assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "__1_0.distcp: OK", "run.json: OK"]
 
 
 def test_a_line_that_is_no_text_is_named(tmp_path):
