@@ -86,6 +86,8 @@ def test_every_page_is_whole_and_the_site_is_light(parts, site):
     """The film and the archive of the code do not count."""
     assert len(ROAD) == 8
     assert len(parts) > 100
+    its_chapter = '<p>Its chapter: <a href="notebooks/04_the_ring.html">4 · The ring'
+    assert its_chapter in (site / "ring_attn.py.html").read_text()
     found = {str(page.relative_to(site)): list(faults(page, its, parts, site)) for page, its in parts.items()}
     assert {page: wrong for page, wrong in found.items() if wrong} == {}
     for before, after in pairwise(ROAD):
