@@ -37,7 +37,6 @@ from ring_doctor.asking.names import named
 from ring_doctor.jobs.gradients import LOSS, dtypes_of
 from ring_doctor.jobs.job import Job, run_job
 from ring_doctor.jobs.verdict import Verdict, compare
-from ringlab.support.expect import expect
 from ringlab.support.processes import join_ring
 
 WORLDS = (3, 2, 4)  # 3 first: its factors P and √P are no other's
@@ -64,7 +63,6 @@ def examine_model(
     and CannotExamine when nothing can be compared.
     """
     named(name)
-    expect(vocab > 0, f"vocab is {vocab}", "1 or more")
     positions(layout, SEQ_LEN, 0, 1)
     with tempfile.TemporaryDirectory(prefix="ring-doctor-", ignore_cleanup_errors=True) as home:
 
