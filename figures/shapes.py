@@ -11,15 +11,11 @@ from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
 
-def mixed(dark: str, share: float, pale: str = drawing.PAGE) -> str:
-    """A colour between two: this share of the dark one."""
-    red, green, blue = (share * a + (1 - share) * b for a, b in zip(to_rgb(dark), to_rgb(pale), strict=True))
-    return to_hex((red, green, blue))
-
-
 def tint(block: int) -> str:
     """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
-    return mixed(drawing.colour(block), 0.3)
+    dark, page = to_rgb(drawing.colour(block)), to_rgb(drawing.PAGE)
+    red, green, blue = (0.3 * a + 0.7 * b for a, b in zip(dark, page, strict=True))
+    return to_hex((red, green, blue))
 
 
 def lines(ax: Axes, x: float, y: float, texts: Iterable[str], **options: Any) -> None:
@@ -65,16 +61,13 @@ def headed(
     return figure, page
 
 
-def numbers(
-    figure: drawing.Picture, place: tuple[float, float, float, float], *, x: str = "", y: str = "", title: str = ""
-) -> Axes:
-    """Axes with numbers at `place` (left, bottom, width, height, as shares of the picture), named x, y and title."""
+def numbers(figure: drawing.Picture, place: tuple[float, float, float, float], *, x: str, y: str = "") -> Axes:
+    """Axes with numbers at `place` (left, bottom, width, height, as shares of the picture), named x and y."""
     ax = figure.add_axes(place, facecolor=drawing.PAGE)
     plain(ax)
     look: dict[str, Any] = {"fontsize": 0.72 * drawing.TEXT, "color": drawing.INK}
     ax.set_xlabel(x, **look)
     ax.set_ylabel(y, **look)
-    ax.set_title(title, **look, loc="left", weight="bold")
     return ax
 
 
