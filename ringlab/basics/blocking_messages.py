@@ -65,20 +65,17 @@ def sends_first(rank: int) -> bool:
     return rank % 2 == 0
 
 
-def ring_programs(world_size: int, *, hops: int = 1, even_odd: bool = True) -> list[Program]:
-    """The programs of `world_size` >= 2 ranks for `hops` >= 0 hops: in even/odd order, or all ranks send first.
+def ring_programs(world_size: int, *, even_odd: bool = True) -> list[Program]:
+    """The programs of `world_size` ranks for one hop: in even/odd order, or all ranks send first.
 
-    Raises ValueError below those sizes.
+    Raises ValueError for fewer than 2 ranks.
     """
-    if world_size < 2 or hops < 0:
-        raise ValueError(
-            f"world_size is {world_size} and hops {hops}; expected at least 2 ranks (one has no hop) and 0 hops"
-        )
+    if world_size < 2:
+        raise ValueError(f"world_size is {world_size}; expected at least 2 ranks: one has no hop")
     programs: list[Program] = []
     for rank in range(world_size):
         send, receive = Send((rank + 1) % world_size), Recv((rank - 1) % world_size)
-        hop: Program = [send, receive] if sends_first(rank) or not even_odd else [receive, send]
-        programs.append(hop * hops)
+        programs.append([send, receive] if sends_first(rank) or not even_odd else [receive, send])
     return programs
 
 
