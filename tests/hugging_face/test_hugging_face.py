@@ -1008,6 +1008,6 @@ def run_passes(ranks, P, steps):
 
 
 @pytest.mark.parametrize(("P", "kind"), [(2, "Llama"), (3, "Mistral"), (3, "Lfm2"), (2, "Lfm2 in fully_shard")])
-@few_or_many(7, 240)
+@few_or_many(4, 240)
 def test_no_pass_remembers_another(ranks, P, kind, programs):
     assert_programs(partial(any_pass, kind), programs, partial(run_passes, ranks, P))

@@ -538,6 +538,6 @@ def run_uses(pool, P, steps):
 
 
 @pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@few_or_many(8, 40)
+@few_or_many(5, 40)
 def test_no_use_of_a_trainer_remembers_another(pool, P, programs):
     assert_programs(any_use, programs, partial(run_uses, pool, P), steps=3)
