@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from ringlab.models.loader import LOCK
 from ringlab.support.agreement import agree, agree_same
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
@@ -50,7 +49,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises ValueError on every rank when one cannot write the folder or sees another, or when another run is in it. The
     system ends the lock with the process, even with one that is killed: none is left behind.
     """
-    lock, me = folder / LOCK, f"process {os.getpid()} on {socket.gethostname()}"
+    lock, me = folder / "lock", f"process {os.getpid()} on {socket.gethostname()}"
     with ExitStack() as stack:
 
         def take() -> str:

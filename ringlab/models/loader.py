@@ -15,7 +15,6 @@ Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
 Source: the layouts of ringlab/ring/layouts.py; transformer.py, where labels are shifted first.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -26,8 +25,7 @@ from torch import Tensor
 from ringlab.ring.layouts import positions
 from ringlab.support.expect import expect
 
-SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder, in any case
-LOCK, LOG = "lock", "loss.jsonl"  # of a run: its log stands beside its lock, and is no text to learn
+SUFFIXES = (".txt", ".md", ".py", ".rst")  # of the files that are read in a folder, in any case
 
 
 def moves_of_rings() -> bytes:
@@ -40,26 +38,8 @@ def moves_of_rings() -> bytes:
     ).encode()
 
 
-def bytes_of(path: Path) -> np.ndarray:
-    """The bytes of a file, on disk until they are asked for; or the texts of a .jsonl file, each with a newline.
-
-    Raises ValueError when a line of .jsonl is not an object with a "text", and OSError.
-    """
-    if path.suffix.lower() != ".jsonl":
-        return np.memmap(path, np.uint8, "r")
-    texts = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                texts.append(json.loads(line)["text"].encode() + b"\n")
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                at = f"{path}, line {number}{'' if line.strip() else ' is empty'}"
-                raise ValueError(f'{at}: expected an object like {{"text": "some words"}}') from None
-    return np.frombuffer(b"".join(texts), np.uint8)
-
-
 def text_files(folder: Path) -> list[Path]:
-    """The text files of a folder and of those in it, by name: no empty ones, no log of a run, no hidden names.
+    """The text files of a folder and of those in it, by name: no empty ones, no hidden names.
 
     Raises OSError when a file or a folder cannot be read: a link that leads nowhere, no right to enter.
     """
@@ -69,8 +49,7 @@ def text_files(folder: Path) -> list[Path]:
 
     named = sorted(Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
     shown = (p for p in named if not any(part.startswith(".") for part in p.relative_to(folder).parts))
-    texts = (p for p in shown if p.suffix.lower() in SUFFIXES and (p.name != LOG or not p.with_name(LOCK).exists()))
-    return [p for p in texts if p.stat().st_size and p.is_file()]
+    return [p for p in shown if p.suffix.lower() in SUFFIXES and p.stat().st_size and p.is_file()]
 
 
 def open_text(path: Path | None) -> np.ndarray:
@@ -83,7 +62,7 @@ def open_text(path: Path | None) -> np.ndarray:
     try:
         expect(path.exists(), f"{path} does not exist", "a text file, or a folder of them")
         files = text_files(path) if path.is_dir() else [path] if path.stat().st_size else []
-        parts = [bytes_of(file) for file in files]
+        parts = [np.memmap(file, np.uint8, "r") for file in files]
     except OSError as error:
         raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
     expect(parts, f"{path} holds no text", f"a file with bytes in it, or {', '.join(SUFFIXES)} files")

@@ -47,7 +47,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
-from ringlab.models.loader import LOG, open_text, read_batch, text_files
+from ringlab.models.loader import open_text, read_batch, text_files
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
 from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
 from ringlab.options import Parser, positive
@@ -62,6 +62,7 @@ from ringlab.support.timeline import laps
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY = 10  # steps
+LOG = "loss.jsonl"  # of a run
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = ("layers", "linear", "hidden", "heads", "kv_heads")  # of the model, that are options
 
@@ -84,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--activation-checkpointing", action="store_true", help="compute activations twice instead of keeping them")
     add("--steps", type=positive, default=100, help="in all, those before --resume too (100)")
     add("--save-every", type=positive, default=50, help="steps (50)")
-    add("--data", type=Path, help="text or .jsonl file, or folder of them (the moves of rings, in words)")
+    add("--data", type=Path, help="text file, or folder of them (the moves of rings, in words)")
     add("--out", type=Path, default=Path("run"), help="folder for checkpoints, loss.jsonl and loss.svg (run)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     return parser.parse_args(arguments)

@@ -30,7 +30,6 @@ import torch
 
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
-from ringlab.models.loader import bytes_of
 from tests.mistakes import assert_refused
 from tests.models.test_train import SMALL, losses, run
 
@@ -83,16 +82,6 @@ def damaged_and_its_name_taken(run):
     (run / NEWEST / SUMS).unlink()
 
 
-GOOD = b'{"text": "' + b"the keys and values go round the ring. " * 10 + b'", "id": 7}'
-BAD_LINES = {
-    "no JSON": b"the keys",
-    "empty": b"",
-    "a list": b'["text"]',
-    "no text": b'{"txt": "words"}',
-    "a text that is null": b'{"text": null}',
-    "a deep list": b"[" * 100_000,
-    "a lone surrogate": b'{"text": "\\ud800"}',
-}
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
 GOES_ON = f"run/{NEWEST}, where --resume goes on (delete it to go on from run/{OLDER})"
 NOT_WRITTEN = ("step-00000005 could not be written", GOES_ON)
@@ -204,14 +193,6 @@ def test_the_list_is_that_of_the_command_sha256sum(small):
     (small / SUMS).write_text(as_text({path.name: sha256(path) for path in small.iterdir() if path.name != SUMS}))
     done = subprocess.run(["sha256sum", "-c", SUMS], cwd=small, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "__1_0.distcp: OK", "run.json: OK"]
-
-
-def test_a_line_that_is_no_text_is_named(tmp_path):
-    path = tmp_path / "text.jsonl"
-    for line in BAD_LINES.values():
-        path.write_bytes(b"\n".join((GOOD, line, GOOD)))
-        with pytest.raises(ValueError, match=rf"text\.jsonl, line 2{'' if line else ' is empty'}: expected an object"):
-            bytes_of(path)
 
 
 def test_ranks_share_out_the_slices_and_each_is_read_once(small):
