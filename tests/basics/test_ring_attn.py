@@ -268,14 +268,14 @@ def test_what_the_record_says_by_hand(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ringlab.support.drawing", None)
     monkeypatch.delattr(support, "drawing", raising=False)
     spans = [  # rank, what, round, start, end, bytes
-        (0, "compute", 0, 1.0, 3.0, 8),
-        (0, "send", 0, 3.0, 3.5, 48),
-        (0, "receive", 0, 3.5, 5.0, 40),
-        (0, "compute", 1, 5.0, 6.0, 8),
-        (1, "compute", 0, 1.5, 2.0, 8),
-        (1, "receive", 0, 3.0, 3.5, 48),
-        (1, "send", 0, 3.5, 5.0, 40),
-        (1, "compute", 1, 5.0, 9.0, 8),
+        (0, "compute", 0, 1.5, 2.0, 8),
+        (0, "receive", 0, 3.0, 3.5, 48),
+        (0, "send", 0, 3.5, 5.0, 40),
+        (0, "compute", 1, 5.0, 9.0, 8),
+        (1, "compute", 0, 1.0, 3.0, 8),
+        (1, "send", 0, 3.0, 3.5, 48),
+        (1, "receive", 0, 3.5, 5.0, 40),
+        (1, "compute", 1, 5.0, 6.0, 8),
     ]
     events = [Event(rank, what, t, 0, start, end, size) for rank, what, t, start, end, size in spans]
     context = RankContext(0, 2, torch.device("cpu"), "a test")

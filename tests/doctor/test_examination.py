@@ -227,7 +227,8 @@ def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, c
         stack.enter_context(mock.patch.object(torch, "get_num_threads", before))
         for name, value in parts.items():
             stack.enter_context(mock.patch.object(assertion, name, return_value=value))
-        found = examine(PATIENT)
+        found = examine(PATIENT, seconds=7, device="meta")
+        assert changes or assertion.take_xray.call_args.kwargs == {"seconds": 7, "device": "meta"}
         with mock.patch.object(assertion, "diagnose", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             examine(PATIENT)
     assert (bool(found.inference), found.xray) == (unclear, "none was taken" if changes else "no ranks")

@@ -280,6 +280,10 @@ def test_a_picture_of_a_forward_pass_alone_and_of_numbers_that_are_not_finite():
     assert "read from dQ: right" not in words(alone)
     assert len(alone.axes[0].images) == 2
     assert "NaN" in words(picture(XRAYS["a run that is NaN"]()))
+    matrix = on_paper(FULL).matrices[0]
+    assert matrix.ok
+    matrix.sheet.seen[0, 1] = torch.nan
+    assert not matrix.ok
     assert "the numbers of two ranks" in str(XRAYS["two ranks scale a block: zigzag"]().facts()[0])
 
 

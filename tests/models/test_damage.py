@@ -276,11 +276,14 @@ def run_with_others(context, options, option, values):
 def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_path):
     (tmp_path / "text.txt").write_bytes((whole / "text.txt").read_bytes()[::-1])
     here, there = str(whole / "text.txt"), str(tmp_path / "text.txt")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/lock").write_text("process 7")  # of an earlier run
     for name, values, said in (
         ("--data", [here, here, there], "the ranks disagree about sha256 of the data; expected"),
         ("--seq-len", ["24", "24", "36"], "rank 2: seq_len=36"),
         ("", [None, None, PermissionError("no")], f"rank 2: --out {tmp_path / 'run'} cannot be written: no; expected"),
         ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
+        ("--out", [str(tmp_path / each) for each in "aac"], f"--out {tmp_path / 'c'} has no lock of rank 0"),
     ):
         options = ["--data", here, "--out", tmp_path / "run"]
         assert_refused(ranks, 3, said, run_with_others, options, name, values)

@@ -349,6 +349,8 @@ def linear(context):
 
 def load(context, folder):
     model, optimizer = linear(context)
+    with pytest.raises(ValueError, match="it has batch None, here 7"):
+        checkpoint.Checkpoints(folder, {"batch": 7}).load(model, optimizer)
     step, losses, damaged = checkpoint.Checkpoints(folder, {}).load(model, optimizer)
     assert (losses, damaged) == ([0.5], [])
     return step, model.weight.full_tensor().detach(), optimizer.state[model.weight]["exp_avg"].full_tensor()

@@ -46,6 +46,7 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.sends_for_ever, "more than 600 messages"),
     (2, tried.a_hop_short, "rank 0 returns a list whose number 1 is wrong: these are numbers of rank 0"),
     (2, tried.two_at_once, "one wire out and one wire in"),
+    (2, tried.two_into_one, "one wire out and one wire in"),
     (2, tried.in_float32, "float32 on the way?"),
     (3, tried.all_parts, "expected shape (8,), got (3, 8)"),
     (4, tried.a_round_short, "It computed on KV0, KV2"),
