@@ -124,7 +124,7 @@ def of_model(args: argparse.Namespace, tell: Tell) -> Told:
 
 def of_jobs(args: argparse.Namespace, tell: Tell) -> Told:
     """The examination of two commands. Raises CannotExamine."""
-    found = examine_job(args.one, args.many, steps=args.steps, exact=args.exact, seconds=args.time_limit, progress=tell)
+    found = examine_job(args.one, args.many, steps=args.steps, exact=args.exact, seconds=args.time_limit, tell=tell)
     return found.as_json(), str(found), ""
 
 

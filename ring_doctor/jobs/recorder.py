@@ -139,8 +139,10 @@ class Recorder:
             self.step["passes"].append(self.now | {"loss": loss, "draws": self.random not in ([], generators())})
             self.new_pass()
         self.backwards += 1
-        original(tensors, *args, **kwargs)
-        self.backwards -= 1
+        try:
+            original(tensors, *args, **kwargs)
+        finally:
+            self.backwards -= 1
 
     # At a step ----------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """Which whole numbers went into model and loss: tokens, positions, labels. They tell mistakes without arithmetic.
 
-    whole_numbers(one, many, step)    the rows of both jobs; of which sequence, and at which places, is a rank's row
+    whole_numbers(one, many, step)    the rows of both jobs, and which shard of which sequence each row is
     other_data(whole)                 why the data of the two jobs cannot be compared
     told(whole)                       the names that wrong labels, positions and tokens have
 
-A trusted row has S tokens. A rank of the other job has rows of C tokens. They are looked for in all layouts; a row that
-was padded to a multiple of the ranks fits too.
+A trusted row is a text of S tokens. A rank of the other job has rows of C tokens. Each is looked for in the texts, by
+all layouts. Then its labels and positions must be those of its places. What lies after the end of a text is padding.
 
 Before: job.py. After: verdict.py.
 Source: ringlab/ring/layouts.py for the layouts.
@@ -17,30 +17,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ring_doctor.asking.case import LAYOUTS, positions
 from ring_doctor.jobs.job import Job
 from ringlab.models.transformer import IGNORED
 
+UNKNOWN = -(2**62)  # a number that was not seen, or that is not asked for: it agrees with each
+
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence of the trusted job, or what a rank of the other job has of one: (S,) or (C,) each, or None."""
+    """A text of the trusted job, or what a rank of the other job has of one: (S,) or (C,) each."""
 
+    rank: int
     tokens: Tensor
-    positions: Tensor | None
-    labels: Tensor | None
+    position: Tensor
+    label: Tensor
 
 
 @dataclass(frozen=True)
 class Whole:
     """The whole numbers of a step of both jobs."""
 
-    text: list[Row]  # the trusted job's
-    ranks: list[list[Row]]  # the other one's
-    layout: str  # in which every rank's rows are parts of the text, or ""
-    cp: int  # ranks that share a sequence
-    at: list[list[tuple[int, Tensor]]]  # for each rank's rows the sequence and the places (C,), if there is a layout
+    texts: list[Row]  # the trusted job's
+    rows: list[Row]  # the other one's
+    layout: str  # in which every row is a shard of a text, or ""
+    cp: int  # ranks that share a text
+    shards: list[tuple[int, int]]  # for each row: which text, and which shard of it. Empty where there is no layout
 
 
 def divisors(n: int) -> list[int]:
@@ -52,14 +56,14 @@ def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
     return list(seen["steps"][step]["passes"])
 
 
-def _as_rows(x: Tensor | None, tokens: Tensor) -> list[Tensor] | list[None]:
-    """x as a row for each row of `tokens`, whose last number may be missing: a label. None where it does not fit."""
+def _as_rows(x: Tensor, tokens: Tensor) -> Tensor:
+    """x like `tokens` (n, C): its last number may be missing, a label, or all rows but one, as of positions."""
     n, C = tokens.shape
-    if x is not None and x.numel() == n * (C - 1):
-        x = torch.nn.functional.pad(x.reshape(n, C - 1), (0, 1), value=IGNORED)
-    if x is not None and x.numel() == C:
+    if x.numel() == n * (C - 1):
+        x = pad(x.reshape(n, C - 1), (0, 1), value=IGNORED)
+    if x.numel() == C:
         x = x.reshape(1, C).expand(n, C)
-    return list(x.reshape(n, C)) if x is not None and x.numel() == n * C else [None] * n
+    return x.reshape(n, C).long() if x.numel() == n * C else torch.full_like(tokens, UNKNOWN)
 
 
 def _counts(x: Tensor) -> bool:
@@ -68,16 +72,16 @@ def _counts(x: Tensor) -> bool:
     return bool(x.shape[-1] > 1 and (x[..., 0] == 0).all() and ((steps == 1) | (x[..., 1:] == 0)).all() and x.max() > 0)
 
 
-def _rows(seen: dict[str, Any], step: int, tokens: str, at: str) -> list[Row]:
-    """The rows of a rank; `tokens` and `at` are the arguments that are tokens and positions."""
+def _rows(job: Job, step: int, tokens: str, at: str) -> list[Row]:
+    """The rows of all ranks; `tokens` and `at` are the arguments that are tokens and positions."""
     rows: list[Row] = []
-    for one in passes(seen, step):
+    for rank, one in ((seen["rank"], one) for seen in job.ranks for one in passes(seen, step)):
         calls, places = (one["whole_numbers"].get(key, []) for key in (tokens, at))
-        labels = torch.cat([torch.empty(0), *one["labels"]]).long().tensor_split(len(calls) or 1)
-        for n, x in enumerate(calls):
+        places = places if len(places) == len(calls) else [torch.empty(0)] * len(calls)
+        labels = torch.cat([torch.empty(0), *one["labels"]]).tensor_split(len(calls) or 1)
+        for x, *others in zip(calls, places, labels, strict=False):
             x = torch.atleast_2d(x.long()).flatten(0, -2)
-            of_x = places[n] if len(places) == len(calls) else None
-            rows += map(Row, x, _as_rows(of_x, x), _as_rows(labels[n], x))
+            rows += map(Row, [rank] * len(x), x, *(_as_rows(of, x) for of in others))
     return rows
 
 
@@ -85,100 +89,85 @@ def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
     """What went into both models at a step. `layout` is one of the user's own."""
     first = {key: x[0] for seen in passes(one.ranks[0], step)[:1] for key, x in seen["whole_numbers"].items()}
     counted = [key for key, x in first.items() if _counts(x)]
-    tokens = ([key for key in first if key.startswith("embedding") and key not in counted] or [""])[0]
+    tokens = next((key for key in first if key.startswith("embedding") and key not in counted), "")
     at = [key for key in counted if tokens and first[key].shape[-1] == first[tokens].shape[-1]]
-    rows, ranks = ([_rows(seen, step, tokens, (at or [""])[-1]) for seen in job.ranks] for job in (one, many))
-    alike = len({str([row.tokens.tolist() for row in of]) for of in rows}) == 1  # each rank has all of the batch
-    text = [row for of in (rows[:1] if alike else rows) for row in of]
-    for cp in divisors(len(ranks)):
-        for tried in dict.fromkeys((*LAYOUTS, *filter(None, [layout]))) if cp > 1 else ("contiguous",):
-            found = [[_find(row.tokens, text, tried, cp) for row in of] for of in ranks]
-            if ranks[0] and all(place is not None for places in found for place in places):
-                return Whole(text, ranks, tried, cp, [[x for x in places if x is not None] for places in found])
-    return Whole(text, ranks, "", 1, [])
+    texts, rows = (_rows(job, step, tokens, (at or [""])[-1]) for job in (one, many))
+    texts = list({str(row.tokens.tolist()): row for row in texts}.values())  # each rank may have all of them
+    for cp in divisors(len(many.ranks)):
+        for tried in (*LAYOUTS, layout or "contiguous") if cp > 1 else ("contiguous",):
+            found = [_find(row.tokens, texts, tried, cp) for row in rows]
+            shards = [shard for shard in found if shard is not None]
+            if rows and len(shards) == len(rows):
+                return Whole(texts, rows, tried, cp, shards)
+    return Whole(texts, rows, "", 1, [])
 
 
-def _find(tokens: Tensor, text: list[Row], layout: str, cp: int) -> tuple[int, Tensor] | None:
-    """The sequence, and the places in it, that are these tokens (C,). Places after its end are padding."""
+def _find(tokens: Tensor, texts: list[Row], layout: str, cp: int) -> tuple[int, int] | None:
+    """Which text, and which shard of it, these tokens (C,) are. A shard of padding is one token."""
     C = len(tokens)
-    for rank in range(cp if layout != "zigzag" or C % 2 == 0 else 0):
-        at = positions(layout, C * cp, rank, cp)
-        for n, row in enumerate(text):
-            real = at < len(row.tokens)
-            fits = len(row.tokens) <= C * cp and torch.equal(row.tokens[at[real]], tokens[real])
-            if fits and bool(real.any() or (tokens == tokens[0]).all()):
-                return n, at
+    for shard in range(cp if layout != "zigzag" or C % 2 == 0 else 0):
+        for n, text in enumerate(texts):
+            right = _at(text.tokens, positions(layout, C * cp, shard, cp), UNKNOWN)
+            if _agree(right, tokens).all() and bool((right != UNKNOWN).any() or (tokens == tokens[0]).all()):
+                return n, shard
     return None
 
 
-def _counters(whole: Whole) -> tuple[Counter[int], Counter[int]]:
-    """How often each token stands in the trusted rows, and on all ranks of the other job."""
-    of_ranks = [row for rows in whole.ranks for row in rows]
-    wanted, asked = (Counter(t for row in rows for t in row.tokens.tolist()) for rows in (whole.text, of_ranks))
-    return wanted, asked
+def _at(x: Tensor, places: Tensor, padding: int) -> Tensor:
+    """The numbers of a text (S,) at these places (C,)."""
+    return torch.where(places < len(x), x[places.clamp(max=len(x) - 1)], padding)
+
+
+def _agree(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x == UNKNOWN) | (y == UNKNOWN)
+
+
+def _tokens(rows: list[Row]) -> Counter[int]:
+    return Counter(token for row in rows for token in row.tokens.tolist())
 
 
 def other_data(whole: Whole) -> str:
     """Why the data of the two jobs cannot be compared, or ""."""
-    wanted, asked = _counters(whole)
-    found = {n for places in whole.at for n, _ in places}
-    rows, lengths = ({len(x.tokens) for x in of} for of in (whole.text, [x for of in whole.ranks for x in of]))
-    fewer = len(found) < len(whole.text) if whole.layout else lengths <= rows
-    if asked and asked.total() < wanted.total() and fewer:
+    wanted, asked = _tokens(whole.texts), _tokens(whole.rows)
+    if whole.layout and asked.total() < wanted.total() and len({n for n, _ in whole.shards}) < len(whole.texts):
         return f"the step of the first job has {wanted.total()} tokens, that of the second {asked.total()}"
     copies = max(1, asked.total() // max(wanted.total(), 1))
     extra = asked - Counter({token: copies * count for token, count in wanted.items()})
-    if not whole.layout and wanted and (len(extra) > 1 or (extra and copies == 1)):  # more of one token is padding
+    if wanted and extra and not whole.layout:
         said = f"{extra.total()} of the {asked.total()} tokens of the second job are none of the first job's step"
         return f"{said}: other data, or another order of it; expected the same {wanted.total()} tokens, unshuffled"
     return ""
 
 
 def told(whole: Whole) -> list[tuple[str, str]]:
-    """(name, what was seen) of each mistake that the whole numbers show."""
-    wanted, asked = _counters(whole)
+    """(name, what was seen) of each mistake that the whole numbers show. Without a name, the numbers may be right."""
+    wanted, asked, found = _tokens(whole.texts), _tokens(whole.rows), []
     if asked and len(lost := wanted - asked) > 1:  # one may be padding
         return [("tokens_missing", f"{lost.total()} of {wanted.total()} tokens are on no rank")]
-    named: dict[str, list[list[str]]] = {"label": [], "position": []}  # the names that fit each wrong row
-    said: dict[str, str] = {}
-    labels = [Counter[int](), Counter[int]()]
-    for rank, (rows, at) in enumerate(zip(whole.ranks, whole.at, strict=False)):  # no places: no layout is known
-        for row, (n, places) in zip(rows, at, strict=True):
-            text, real = whole.text[n], places < len(whole.text[n].tokens)
-            of_row = {"label": (row.labels, text.labels), "position": (row.positions, text.positions)}
-            for what, (own, right) in of_row.items():
-                if own is None or right is None:
-                    continue
-                right = torch.where(real, right[places.where(real, 0)], IGNORED if what == "label" else own)
-                if what == "label":
-                    labels = [seen + Counter(x.tolist()) for seen, x in zip(labels, (own, right), strict=True)]
-                if (off := own != right).any():
-                    token, given, expected = (int(x[off][0]) for x in (places, own, right))
-                    said.setdefault(what, f"rank {rank}'s {what} of token {token} is {given}, expected {expected}")
-                    fits = _of_labels(own, row.tokens) if what == "label" else _of_positions(own, places, whole)
-                    named[what].append(fits)
-    if labels[0] == labels[1] and not all(named["label"]):  # the same labels, gathered in another way
-        del named["label"]
-    common = {what: [name for name in of[0] if all(name in fits for fits in of)] for what, of in named.items() if of}
-    return [((names or [f"other_{what}s"])[0], said[what]) for what, names in common.items()]
+    for what, padding in (("label", IGNORED), ("position", UNKNOWN)):
+        said, names = "", list[str]()  # of the first row that is wrong, and the names that fit all that are
+        for row, (n, shard) in zip(whole.rows, whole.shards, strict=False):  # no shards: no layout is known
+            places, own = positions(whole.layout, len(row.tokens) * whole.cp, shard, whole.cp), getattr(row, what)
+            right = _at(getattr(whole.texts[n], what), places, padding)
+            if (off := ~_agree(own, right)).any():
+                fits = [name for name, x in _believed(what, row, places, shard, whole).items() if _agree(own, x).all()]
+                names = [name for name in names if name in fits] if said else fits
+                token, number, other = (int(x[off][0]) for x in (places, own, right))
+                said = said or f"rank {row.rank}'s {what} of token {token} is {number}, expected {other}"
+        found += [((names or [""])[0], said)] if said else []
+    return found
 
 
-def _of_labels(own: Tensor, tokens: Tensor) -> list[str]:
-    """The names that fit wrong labels (C,) of a rank: those that it took from its own tokens are of a shard."""
-    return ["labels_per_shard"] * bool(((own[:-1] == tokens[1:]) | (own[:-1] == IGNORED)).all())
-
-
-def _of_positions(own: Tensor, places: Tensor, whole: Whole) -> list[str]:
-    """The names that fit wrong positions (C,) of a rank, whose tokens stand at `places` (C,)."""
+def _believed(what: str, row: Row, places: Tensor, shard: int, whole: Whole) -> dict[str, Tensor]:
+    """The labels or positions (C,) that a rank has by each mistake, in the place of those of its `places` (C,)."""
     C = len(places)
-    names = [name for name in {*LAYOUTS, whole.layout} if name != "zigzag" or C % 2 == 0]
-    shards = {name: [positions(name, C * whole.cp, r, whole.cp) for r in range(whole.cp)] for name in names}
-    rank = next(r for r, at in enumerate(shards[whole.layout]) if torch.equal(at, places))
-    believed = {
-        "positions_missing": torch.zeros_like(places),
+    if what == "label":
+        return {"labels_per_shard": pad(row.tokens[1:], (0, 1), value=UNKNOWN).where(row.label != IGNORED, UNKNOWN)}
+    others = [name for name in LAYOUTS if name != whole.layout and (name != "zigzag" or C % 2 == 0)]
+    return {
+        "positions_missing": 0 * places,
         "rotated_twice": 2 * places,
-        **{f"positions_of_{name}": shards[name][rank] for name in shards if name != whole.layout},
-        "positions_per_shard": torch.arange(C),
         "documents_lost": places,  # where the right ones begin again
+        **{f"positions_of_{name}": positions(name, C * whole.cp, shard, whole.cp) for name in others},
+        "positions_per_shard": torch.arange(C),
     }
-    return [name for name, x in believed.items() if torch.equal(own.long(), x)]
