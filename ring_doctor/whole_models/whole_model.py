@@ -23,8 +23,10 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ from ringlab.support.processes import join_ring
 
 WORLDS = (3, 2, 4)  # 3 first: its factors P and √P are no other's
 CALLS = ("", "called again", "some labels hidden", "a rank without labels")
+SLOWER, OTHERS = 3, 20.0  # times one process, and seconds more, that several may need to start and to call the step
 NOISE = 1e-3  # of a loss: another call may change it so far
 EXPECTED = "weights that are made anew in each call, and random numbers from torch's generator only"
 BATCH, SEQ_LEN = 2, 24  # tokens that zigzag deals out to 2, 3 and 4 ranks
@@ -70,17 +73,20 @@ def examine_model(
             """What P ranks saw. Raises CannotExamine where one of them raises, dies or hangs."""
             progress(f"{P} process{'es' * (P > 1)}")
             command = shlex.join([sys.executable, "-m", __name__, *map(str, (P, name, layout, device, vocab, seed))])
-            return run_job(
-                command, Path(home, f"{P}{move}"), steps=len(CALLS), seconds=START + seconds, move=move, paths=sys.path
-            )
+            how: dict[str, Any] = {"steps": len(CALLS), "seconds": limit, "move": move, "paths": sys.path}
+            return run_job(command, Path(home, f"{P}{move}"), **how)
 
+        began, limit = time.monotonic(), START + seconds
         one = run(1)
+        limit = min(limit, seconds + OTHERS + SLOWER * (time.monotonic() - began))
         moved = run(1, dtypes_of(one)[0])
         for P in WORLDS:
             try:
                 many = run(P)
             except CannotExamine as failed:
-                return Verdict(WRONG_RING, f"{name} fails with {P} processes: {failed}")
+                how, *error = str(failed).splitlines()
+                said = "\n".join([how.partition(": ")[0], *error])  # without the command, which the user did not write
+                return Verdict(WRONG_RING, f"{name} fails with {P} processes: {said}")
             found = compare(one, many, moved, len(CALLS), CALLS, layout)
             if found.level == WRONG_RING:
                 found.says += f"; {name}, with {P} processes"
