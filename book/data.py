@@ -211,7 +211,7 @@ def answer(model: Model, gpu: GPU, hosts: int, seq_len: int) -> dict[str, Any] |
         return None
     first = ranked[0]
     numbers = {"speed": first.speed, "seconds": first.seconds, "gib": first.held / GIB}
-    return {"way": first.name, **numbers, "digits": first.digits, "interval": first.interval}
+    return {"way": first.name, **numbers, "interval": first.interval}
 
 
 def thresholds(model: Model, gpu: GPU) -> dict[str, float]:

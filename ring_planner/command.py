@@ -2,6 +2,7 @@
 
     the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
     advice                 the simplest of the ways that are as fast, within 7 %, and the fastest
+    attention with cp      a published framework's factor, and the advice without it
     bottleneck             the largest term of the simplest
     evidence               what its seconds rest on, and their interval
 
@@ -18,6 +19,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ring_planner.memory import RESERVE
 from ring_planner.plan import HELD, LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
@@ -27,6 +29,7 @@ from ring_planner.round_costs import FRAMEWORK
 from ring_planner.step import Step
 
 SHOWN = 5  # rows of the table
+ROW = 4  # digits of its numbers, and of the advice: they tell most rows apart
 AGREEMENT = 0.4e-3  # seconds: between two network namespaces, with gloo, of one rank each; on two GPU hosts unmeasured
 NEAR = 1.07  # times as long is as fast: by so much does the planner err where two ways were measured, in the median
 PUBLISHED = {2024: "NeMo in 2024", 2026: "TRL in 2026"}  # whose steps FRAMEWORK was fitted on
@@ -55,8 +58,7 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     how = f"{step.linear_dtype} products, {step.kernels} kernels"
     if step.task == "train":
         trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
-        base = ", base of 4 bits" if step.weights == "4bit" else ""
-        how = f"{how}, loss {step.loss}, {trained}optimizer {step.optimizer}{base}"
+        how = f"{how}, loss {step.loss}, {trained}optimizer {step.optimizer}"
     what = "a training step" if step.task == "train" else "a prefill"
     many = f"{step.batch} sequences" if step.batch > 1 else "1 sequence"
     print(f"{what} of {many} for each cp x tp GPUs, S = {step.seq_len:,} tokens: {how}")
@@ -72,16 +74,14 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     print(f"    {first:>14} {second:>14}  sequences     GiB  {about}")
     rings, advised = [plan for plan in ranked if plan.way == "ring"], simplest_first(ranked)[0]
     for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in (*rings[:1], advised)]:
-        first, second = [digits(each, 4) for each in (plan.speed, plan.seconds)][::order]  # 4 tell most rows apart
+        first, second = [digits(each, ROW) for each in (plan.speed, plan.seconds)][::order]
         print(f"    {first:>14} {second:>14} {plan.at_once:>10,} {digits(plan.held / GIB):>7}  {plan.name}")
     say("advice", *advice(ranked))
     name, seconds = max(advised.parts.items(), key=lambda term: term[1])
     terms = [(term, s) for term, s in advised.parts.items() if s > 0.005 * advised.seconds]
-    shares = ", ".join(f"{term} {digits(s, advised.digits)}" for term, s in terms)
+    shares = ", ".join(f"{term} {digits(s)}" for term, s in terms)
     say("seconds", f"{shares}; {advised.utilisation:.0%} of the bf16 peak (MFU)")
-    for year in sorted({plan.step.year or 0 for plan in ranked} - {0}):
-        steps = f"as the steps of {PUBLISHED[year]} took (published.json); with --flops, your kernel's seconds"
-        say("attention with cp", f"{FRAMEWORK[year]} times the kernel's seconds, {steps}")
+    say("attention with cp", *framework_of(step, wish, ranked))
     say("bottleneck", f"{name}, {seconds / advised.seconds:.0%} of the time")
     say("GiB of a GPU", memory_of(advised))
     say("evidence", *evidence_of(advised))
@@ -113,6 +113,19 @@ def evidence_of(answer: Plan) -> list[str]:
     alone = ["one step hardly tells messages from computing; give another --known"] if rows == 1 else []
     of = f"{'step' if answer.step.task == 'train' else 'prefill'}{'s' if rows > 1 else ''} of yours"
     return [f"{rows} {of}: {between}", f"the plan is corrected: {known.words()}", *alone]
+
+
+def framework_of(step: Step, wish: Wish, ranked: Sequence[Plan]) -> list[str]:
+    """Where a published framework's factor counts, or turns the advice: whose it is, and the advice without it."""
+    free = best(replace(step, gpu=replace(step.gpu, own=True)), wish)
+    (advised, *_), (without, *_) = simplest_first(ranked), simplest_first(free)
+    took = "times the kernel's seconds, as the steps of {} took (published.json); with --flops, your kernel's seconds"
+    years = sorted({plan.step.year or 0 for plan in ranked} - {0})
+    if not years or all(plan.step.cp == 1 for plan in (advised, ranked[0], without)):
+        return []
+    name = "the same advice" if without.name == advised.name else without.name
+    said = [] if step.known else [f"without this factor: {name}, {digits(without.seconds, ROW)} s"]
+    return [f"{FRAMEWORK[year]} {took.format(PUBLISHED[year])}" for year in years] + said
 
 
 def agreements_of(answer: Plan) -> list[str]:
@@ -167,7 +180,7 @@ def advice(ranked: Sequence[Plan]) -> list[str]:
 def told(plan: Plan) -> str:
     """The way in words, its speed and its memory."""
     many = f", {plan.at_once} sequences at once" if plan.at_once > 1 else ""
-    speed = f"{digits(plan.speed, plan.digits)} tokens/s a GPU, {digits(plan.seconds, plan.digits)} s"
+    speed = f"{digits(plan.speed, ROW)} tokens/s a GPU, {digits(plan.seconds, ROW)} s"
     return f"{plan.name}: {speed}, {digits(plan.held / GIB)} GiB{many}"
 
 

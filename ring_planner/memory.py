@@ -23,7 +23,7 @@ Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps;
 
 from ring_planner.hidden_communication import AttentionLayer, gradient_bytes
 from ring_planner.presets import GIB
-from ring_planner.step import F32, OPTIMIZERS, WEIGHTS, Step, W
+from ring_planner.step import F32, OPTIMIZERS, Step, W
 from ring_planner.ways import Cluster, exchange_ranks, shares
 
 PIECE = 2048  # tokens of the loss at once, where it is computed in pieces
@@ -157,7 +157,7 @@ def training_step_bytes(step: Step) -> dict[str, float]:
         (gradients, whole, kept / model.layers, work, "a layer at work"),
     )
     *sizes, name = max(moments, key=lambda moment: sum(moment[:4]))
-    weights = W * model.outside + WEIGHTS[step.weights] * layer * model.layers
+    weights = W * model.outside + W * layer * model.layers
     state = weights + trained * OPTIMIZERS[step.optimizer] * parameters
     return {"state": state / step.gpus, **dict(zip(("gradients", "gathered", "activations", name), sizes, strict=True))}
 

@@ -119,7 +119,7 @@ class Plan:
         """The way among cp GPUs, and how the step is shared."""
         step = self.step
         again = f", recompute {step.recompute}" if step.task == "train" else ""
-        padded = f", {self.padded} tokens padded" if self.padded else ""
+        padded = f", {self.padded} token{'s' if self.padded > 1 else ''} padded" if self.padded else ""
         over = f" over {step.tp // step.per_host} hosts" if step.tp > step.per_host else ""
         return f"{self.way}, cp {step.cp}, tp {step.tp}{over}{again}{padded}"
 
@@ -149,11 +149,6 @@ class Plan:
         return "kernel measured, step modelled" if self.measured("attention", "best") else "not graded"
 
     @property
-    def digits(self) -> int:
-        """As many as the evidence has."""
-        return 3 if self.interval else 2
-
-    @property
     def waits_for_the_host(self) -> bool:
         """A layer's forward pass ends before a host has called its operations: GPUs wait, and no term says so."""
         passes = self.seconds if self.step.task == "prefill" else self.seconds / 4
@@ -167,7 +162,7 @@ class Plan:
             return step_seconds(replace(step, seq_len=tokens * step.cp, latents=latents))["attention"]
 
         two = self, Plan(replace(step, latents=True))
-        sent = [f"{it.step.share.sent:,} numbers a token, {digits(it.seconds, self.digits)} s" for it in two]
+        sent = [f"{it.step.share.sent:,} numbers a token, {digits(it.seconds)} s" for it in two]
         up_to = bisect_left(lengths, True, key=lambda tokens: attention(tokens, True) >= attention(tokens, False))
         at = {0: "at no length", len(lengths): "at any length"}.get(up_to, f"up to {GRAIN * up_to:,} tokens of a GPU")
         planned = f"table and advice send K and V of whole heads: {self.name}, {sent[0]}"
@@ -270,12 +265,12 @@ def changes(step: Step) -> dict[str, Step]:
 
 def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
     """For each change, how many times as good the best way then is, or, if nothing fits now, its speed; the largest
-    gain first. If nothing fits, the largest batch that does is a change too."""
+    gain first. If nothing fits, the largest batch that does is a change too. None offers tp over hosts by itself."""
     now, changed = best(step, wish)[:1], changes(step)
     if not now and (batch := largest_batch(step, wish)):
         changed[f"--batch {batch}"] = replace(step, batch=batch)
-    ranked = {name: best(each, wish) for name, each in changed.items()}
-    merit = now[0].merit if now else 1.0
+    merit, most = now[0].merit if now else 1.0, max(step.per_host, wish.tp or 1)
+    ranked = {name: [it for it in best(each, wish) if it.step.tp <= most] for name, each in changed.items()}
     gained = [(plans[0].merit / merit, name, plans[0]) for name, plans in ranked.items() if plans]
     return sorted(gained, key=lambda gain: -gain[0])
 

@@ -9,9 +9,10 @@ FLOP/s without sparsity; bytes/s in one direction; memory as torch reports it wh
 Source: named in each row of the two files.
 """
 
+import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,11 +176,17 @@ GPUS = {row["name"]: GPU(**row) for row in KNOWN["gpus"]}
 GPUS["a100"] = GPUS["a100-80"]
 
 
+def unknown(what: str, name: str, known: Collection[str], more: str = "") -> ValueError:
+    """No preset has this name; the one that was meant, if its name is near."""
+    near = [f", did you mean {it}" for it in difflib.get_close_matches(name.lower().replace(" ", "-"), known, 1)]
+    return ValueError(f"{what} is {name!r}{''.join(near)}; expected {more}one of {', '.join(known)}")
+
+
 def gpu_named(name: str) -> GPU:
     """A GPU by its name, with or without spaces. Raises ValueError that lists all, if there is none."""
     known = name.lower().replace(" ", "-")
     if known not in GPUS:
-        raise ValueError(f"gpu is {name!r}; expected one of {', '.join(GPUS)}")
+        raise unknown("gpu", name, GPUS)
     return GPUS[known]
 
 
@@ -190,7 +197,7 @@ def model_named(name: str) -> Model:
     if name and Path(name).is_dir():
         name = f"{name}/config.json"
     if not name.endswith(".json"):
-        raise ValueError(f"model is {name!r}; expected a config.json, its folder, or one of {', '.join(MODELS)}")
+        raise unknown("model", name, MODELS, "a config.json, its folder, or ")
     return read_config(Path(name))
 
 

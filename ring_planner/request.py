@@ -28,7 +28,7 @@ from typing import Any
 from ring_planner.known import fit
 from ring_planner.plan import MOST, Wish, candidates, longest
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step, matmul_share, step_seconds
+from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, Step, matmul_share, step_seconds
 from ringlab.options import Parser
 
 WORDS = str(__doc__).partition("the answer.\n\n")[2]  # --help ends with them
@@ -86,7 +86,6 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the
     "linear-dtype": (("bf16", "fp8"), "dtype of the layers' matrix products (default: bf16)"),
     "loss": (LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
     "optimizer": (tuple(OPTIMIZERS), OPTIMIZER_HOLDS),
-    "weights": (tuple(WEIGHTS), "of the frozen layers; 4bit: QLoRA, with --trainable (default: bf16)"),
 }
 
 
@@ -158,12 +157,12 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
     if options.nics and options.nics > per_host:
         raise ValueError(f"nics is {options.nics}; expected {per_host} at most, one for each GPU of a host")
     if options.task == "prefill":
-        for name in ("recompute", "loss", "optimizer", "trainable", "weights"):
+        for name in ("recompute", "loss", "optimizer", "trainable"):
             if getattr(options, name):
                 given = f"{name} is {getattr(options, name)} for a prefill"
                 raise ValueError(f"{given}; expected --task train, or leave it out")
     gpu = gpu_of(options, per_host)
-    names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "weights", "batch")
+    names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "batch")
     named: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
     named.setdefault("kernels", gpu.kernel)
     named |= dict.fromkeys(("ours", "eager"), named["kernels"] != "framework")
@@ -203,8 +202,6 @@ def measured_step(text: str, step: Step, wish: Wish) -> tuple[Step, float]:
     attention, products = plan.terms["attention"], plan.terms["products"] + plan.terms.get("head", 0.0)
     least = attention + matmul_share(step.gpu, step.linear_dtype) * products
     given = f"known is {text!r}: {seconds:.3g} s, planned are {plan.seconds:.3g} s as {plan.name}"
-    if seconds <= attention:
-        raise ValueError(f"{given}, and attention alone {attention:.3g} s; expected more, or --flops of your kernel")
     if seconds < least:
-        raise ValueError(f"{given}; expected {least:.3g} s or more: no products are faster than the data sheet")
+        raise ValueError(f"{given}; expected {least:.3g} s or more: attention, and products at their peak; or --flops")
     return plan.step, seconds

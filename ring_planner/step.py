@@ -47,7 +47,6 @@ CAST = 5  # bytes of a number: read for its maximum, read and written as FP8
 LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and three tensors of gradients
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}  # the share of a layer's products that is computed again
 TASKS, LOSSES = ("train", "prefill"), ("whole", "pieces")
-WEIGHTS = {"bf16": W, "4bit": 0.5625}  # bytes of a frozen one in a layer: 4 bits, and a float32 scale for 64 of them
 # The year of FRAMEWORK by which attention among cp GPUs takes longer than these kernels say; a framework has the best.
 KERNELS: dict[str, int | None] = {"fa2": 2024, "cudnn": 2026, "framework": 2024, "best": None}
 
@@ -79,21 +78,17 @@ class Step:
     loss: str = "whole"
     optimizer: str = "adam"
     trainable: float = 1.0
-    weights: str = "bf16"
     known: Known | None = None  # what measured steps say of the terms
     latents: bool = False  # a ring of latents, of a model that has them
 
     def __post_init__(self) -> None:
-        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer", "weights")
+        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer")
         kernels = [name for name in KERNELS if name in (*self.gpu.attention, "framework", "best")]
-        choices: list[Collection[str]] = [RECOMPUTE, self.gpu.peak, kernels, TASKS, LOSSES, OPTIMIZERS, WEIGHTS]
+        choices: list[Collection[str]] = [RECOMPUTE, self.gpu.peak, kernels, TASKS, LOSSES, OPTIMIZERS]
         for name, known in zip(names, choices, strict=True):
             if getattr(self, name) not in known:
                 on = f" on {self.gpu.name}" if name in ("linear_dtype", "kernels") else ""
                 raise ValueError(f"{name} is {getattr(self, name)!r}{on}; expected one of {', '.join(known)}")
-        if not 0 < self.trainable <= 1 or (self.trainable == 1 and self.weights == "4bit"):
-            given = f"trainable is {self.trainable} with weights in {self.weights}"
-            raise ValueError(f"{given}; expected a share above 0, 1 at most, and below 1 with 4bit: --trainable 0.01")
         if min(self.hosts, self.per_host, self.seq_len, self.batch, self.cp, self.tp) < 1:
             raise ValueError(f"the step is {self}; expected hosts, per_host, seq_len, batch, cp and tp of 1 or more")
         if not can_share(model := self.model, self.per_host, self.tp):
@@ -290,5 +285,5 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
     ranks = step.gpus // step.tp
     weights = (step.model.parameters() - step.model.outside) / step.model.layers / step.tp
     inside = max(1, step.per_host // step.tp)
-    gathered = collective_seconds(step, WEIGHTS[step.weights] * weights, ranks, inside)
+    gathered = collective_seconds(step, W * weights, ranks, inside)
     return gathered, collective_seconds(step, F32 * weights, ranks, inside)

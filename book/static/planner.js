@@ -7,10 +7,10 @@ const status = document.querySelector("#planner-status");
 const its = await load("planner");
 let model = null; // the answers and thresholds of the model that is chosen
 const count = (number) => Math.round(number).toLocaleString("en");
-/** A number with as many digits as its evidence has. */
+/** A number with as many digits as ring-plan prints. */
 function digits(number, most = 3) {
   const rounded = Number(number.toPrecision(most));
-  return rounded >= 100 ? count(rounded) : rounded.toString();
+  return rounded >= 10 ** (most - 1) ? count(rounded) : rounded.toString();
 }
 
 function options(select, names, first) {
@@ -24,7 +24,7 @@ const answers = () => model.answers[form.gpu.value];
 function all() {
   const rows = its.hosts.flatMap((hosts, i) => its.lengths.map((S, j) => {
     const found = answers()[i][j];
-    const cells = [`${hosts} x 8`, count(S), ...(found ? [digits(found.speed, found.digits), digits(found.seconds, found.digits), digits(found.gib), found.way] : ["–", "–", "–", say("does not fit")])];
+    const cells = [`${hosts} x 8`, count(S), ...(found ? [digits(found.speed, 4), digits(found.seconds, 4), digits(found.gib), found.way] : ["–", "–", "–", say("does not fit")])];
     const chosen = String(hosts) === form.hosts.value && String(S) === form.seq_len.value;
     return { attributes: chosen ? { class: "now" } : {}, cells };
   }));
@@ -46,7 +46,7 @@ async function change() {
   model = loaded;
   const hosts = Number(form.hosts.value), S = Number(form.seq_len.value);
   const found = answers()[its.hosts.indexOf(hosts)][its.lengths.indexOf(S)];
-  const words = found ? { ...found, speed: digits(found.speed, found.digits), seconds: digits(found.seconds, found.digits), gib: digits(found.gib) } : {};
+  const words = found ? { ...found, speed: digits(found.speed, 4), seconds: digits(found.seconds, 4), gib: digits(found.gib) } : {};
   status.replaceChildren(make("strong", {}, say(found ? "advice" : "nothing fits", words)));
   const known = found?.interval ? say("interval", { low: digits(found.interval[0]), high: digits(found.interval[1]), rows: found.interval[2] }) : say("not known");
   const indexer = model.indexer ? say("indexer", { keys: count(model.indexer) }) : "";
