@@ -548,7 +548,8 @@ def test_the_table_is_what_the_planner_says():
         assert named == [f"fastest: {fastest}"][: bool(fastest)]
     of_8, of_1 = (each.partition("one sequence on all ")[2] for each in printed[2:4])
     (flat,) = re.findall(r"the flat ring +ring, cp 128, tp 1, recompute none: \S+ tokens/s a GPU, (\S+) s", of_1)
-    best_of_1, best_of_8 = (re.findall(r"tokens/s a GPU, (\S+) s,", each)[1] for each in (of_1, of_8))
+    best_of = (re.findall(r"tokens/s a GPU, (\S+) s,", each)[1] for each in (of_1, of_8))
+    flat, best_of_1, best_of_8 = (digits(float(each)) for each in (flat, *best_of))
     assert f"takes {flat} s with one NIC" in WHICH_WAY
     assert f"The best way takes {best_of_1} s with one, {best_of_8} s with eight." in WHICH_WAY
 
