@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import CANNOT_TELL, SAID, Examination
+from ring_doctor.asking.answers import CANNOT_TELL, SAID, Answer, Examination
 from ring_doctor.asking.case import SIZES
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine, Job
@@ -97,7 +97,7 @@ def choose_question(examination: Examination) -> Question:
 
     An X-ray has no batch, no heads, no large scores and no scale. 16 bits and two ranks show less.
     """
-    question = min([answer.question for answer in examination.wrong], key=_loses)
+    question = min(examination.wrong, key=_loses).question
     case, P, S = question.case, question.case.world_size, question.case.seq_len
     if S > LONGEST * P or (case.equal_chunks and S // P % 2 == 0):
         chunk = examination.patient.chunk  # another one than usual is one that the ring needs
@@ -110,12 +110,13 @@ def choose_question(examination: Examination) -> Question:
     return Question(replace(one_head, sinks=False, inputs="normal", value_dim=None), how)
 
 
-def _loses(question: Question) -> tuple[int, bool, bool, bool]:
-    """How many features an X-ray has not; whether a question is in 16 bits, of two ranks, and without gradients."""
-    case, alone = question.case, question.how == "without gradients"
-    features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(question.members)
-    features += question.how not in ("plain", "without gradients")
-    return features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, alone
+def _loses(answer: Answer) -> tuple[bool, int, bool, bool, bool]:
+    """Whether it is off as by roundings; the features that an X-ray has not; 16 bits, two ranks, no gradients."""
+    case, how = answer.case, answer.question.how
+    features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(answer.question.members)
+    features += how not in ("plain", "without gradients")
+    slight = max(answer.relative[name] for name in answer.wrong) < 0.01  # of the norm
+    return slight, features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, how == "without gradients"
 
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:

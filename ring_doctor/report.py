@@ -182,7 +182,7 @@ class Report:
         elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
             said.append(OUT_FIRST)
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
-            said.append("the X-ray is right: it has one sequence, one head, few tokens and small scores")
+            said.append("the X-ray is right: it has new processes, one sequence, one head, few tokens and small scores")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 

@@ -269,8 +269,8 @@ class Examination:
     @property
     def keeps(self) -> bool:
         """Whether it fails first where a call comes after one of another length, whatever else it refuses."""
-        failed = [it.question.how for it in self.answers if it.bad or (it.raised and it.question.how == AFTER)]
-        return failed[:1] == [AFTER]
+        bad = [x for x in self.answers if (x.question.how == AFTER and x.state != OK) or (x.bad and not excused(x))]
+        return [it.question.how for it in bad[:1]] == [AFTER]
 
     @property
     def rounded_early(self) -> list[str]:

@@ -96,10 +96,9 @@ def _check_that_it_answers(found: Examination) -> None:
     must = [answer for answer in answers if not answer.question.feature]
     asked, answered = ({kind(it.question) for it in must if it.state != state} for state in (None, REFUSED))
     if len(answered) < LEAST * len(asked):
-        refused = next(answer for answer in must if answer.state == REFUSED)
+        it = next(answer for answer in must if answer.state == REFUSED)
         given = f"{name} answers {len(answered)} of {len(asked)} kinds of questions that every ring must answer"
-        why = f"With {refused.question.words()} it refuses: {refused.says}"
-        raise CannotExamine(f"{given}; expected {LEAST:.0%} or more. {why}")
+        raise CannotExamine(f"{given}; expected {LEAST:.0%} or more. With {it.question.words()} it refuses: {it.says}")
 
 
 def _check_that_it_is_in_time(name: str, *answers: Answer) -> None:
@@ -194,9 +193,9 @@ Ask = Callable[..., Answer]  # of a patient, a way to ask, and what differs in t
 def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], None], reasons: set[str]) -> bool:
     """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
-    It is asked without gradients in each dtype, and with heads for each rank, as an all-to-all needs them; in larger
-    sizes, if it fails; under each mask and layout; with gradients. `reasons` are those for which it failed on other
-    numbers of ranks, and get its own: neither dtypes nor sizes change them.
+    It is asked without gradients in each dtype, with heads for each rank, as an all-to-all needs them, and with a mask
+    where it refuses to do without; in larger sizes, if it fails; under each mask and layout; with gradients. `reasons`
+    are those for which it failed on other numbers of ranks, and get its own: neither dtypes nor sizes change them.
     """
 
     def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
@@ -213,6 +212,7 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
         return False
     if _fails(answer):
         # a process that died takes long to start again
+        patient = replace(patient, causal=asked.causal)
         if larger := _in_larger_sizes(patient, ask, SIZES[::-1] if answer.raised else SIZES[-1:], reason):
             before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, larger))
             found.remarks.append(f"with {before} it fails ({reason}): it is examined with {now}")
@@ -225,8 +225,7 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
         found.remarks.append(f"it refuses {patient.dtypes[0]} ({reason}); it is examined in {dtype}")
         found.limits += [f"{dtype} only"] if torch.finfo(dtype_of(dtype)).bits == 16 else []
     elif asked.heads_per_rank > patient.heads_per_rank:
-        got = f"it got {asked.heads_per_rank} for each rank"
-        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): {got}")
+        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {asked.heads_per_rank} a rank")
     found.patient = asked
     _check_that_it_is_in_time(asked.name, answer)
     if not answer.lost:
@@ -249,16 +248,20 @@ def _first_taken(patient: Patient, ask: Ask, reasons: Collection[str] = ()) -> t
 
     Raises CannotExamine where the reason is a typing mistake.
     """
-    reason = ""
+    heard: list[str] = []
     for i, per_rank in itertools.product(range(len(patient.dtypes)), (0, 2)):
         asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
         answer = ask(asked)
         if answer.raised and answer.typing_mistake:
             raise CannotExamine(f"{patient.name} answers no question: {_reason(answer)}")
-        reason = reason or answer.says
+        if answer.state == REFUSED and answer.says not in heard and asked.causal == (False, True):
+            masked = replace(asked, causal=(True, False))
+            if (under_a_mask := ask(masked)).says != answer.says:  # the mask is a reason: from now on it comes first
+                asked, answer, patient = masked, under_a_mask, replace(patient, causal=masked.causal)
+        heard.append(answer.says)
         if not answer.raised or _reason(answer) in reasons:
             break
-    return asked, answer, reason
+    return asked, answer, heard[0]
 
 
 def _in_larger_sizes(patient: Patient, ask: Ask, sizes: Sequence[int], reason: str) -> Patient | None:
@@ -289,7 +292,7 @@ def _leave_out_masks(found: Examination, ask: Ask) -> None:
             found.answers.append(answer)
             found.remarks.append(f"{answer.case.mask()}: it refuses this, so it was asked no more of it")
     if takes:
-        found.patient = replace(patient, causal=tuple(takes), layouts=tuple(takes.get(True, takes.get(False, []))))
+        found.patient = replace(patient, causal=tuple(sorted(takes)), layouts=tuple(takes.get(True) or takes[False]))
 
 
 def _leave_out_gradients(found: Examination, ask: Ask) -> Answer:

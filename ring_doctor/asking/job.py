@@ -100,10 +100,8 @@ class Job:
         where = {"kind": cause.kind, "where": cause.where}
         if len(causes) < len(members):  # a ring never refuses on some ranks only
             return Answer(question, FAILED, told(causes), **where)
-        returned = cause.kind == WrongResult.__name__
-        if cause.kind in REFUSALS or (question.feature and not returned):
-            return Answer(question, REFUSED, _said(cause), raised=True, **where)
-        return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned, **where)
+        state, says = (REFUSED, _said(cause)) if cause.kind in REFUSALS else (FAILED, _said(cause, place=True))
+        return Answer(question, state, says, raised=True, returned=cause.kind == WrongResult.__name__, **where)
 
     def close(self) -> None:
         self.ranks.stop()
@@ -138,10 +136,9 @@ def _last_words(errors: Path) -> str:
 
 
 def told(raised: dict[int, Raised]) -> str:
-    """Which ranks raised, without those that lost others thereby, and what the first of them says."""
-    causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
-    [first, *_] = causes.values()
-    return f"{ranks_in_words(list(causes))} raised {_said(first, place=True)}"
+    """Which ranks raised, and what the first of them says."""
+    [first, *_] = raised.values()
+    return f"{ranks_in_words(list(raised))} raised {_said(first, place=True)}"
 
 
 def ranks_in_words(ranks: Sequence[int], one: str = "", several: str = "") -> str:

@@ -108,6 +108,7 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     if besides is not None:  # the others show in answers of their own
         when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
     when = "" if part and found[0].condition else when  # more than this mistake shows then
+    found = [replace(each, condition="") for each in found] if part.startswith("what") else found
     found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
     return Diagnosis(tuple(found), tuple(wrong), when, part, besides, follow or bool(state))
 

@@ -369,9 +369,25 @@ def raises(kind, says):
 
 
 def raises_under_a_mask(question, job):
-    """With an optional feature, as five ranks, an error of all ranks is a refusal."""
-    error = answer(question, REFUSED if question.feature else FAILED, raised=True)
-    return error if question.case.causal else OK
+    return answer(question, FAILED, raised=True) if question.case.causal else OK
+
+
+def causal_only(case):
+    return "" if case.causal else "causal only"
+
+
+def narrow(case):
+    return "" if case.dtype == torch.bfloat16 else "bfloat16 only"
+
+
+def refuses_in_words(*reasons):
+    """The first reason that there is."""
+
+    def reply(question, job):
+        said = next(filter(None, (reason(question.case) for reason in reasons)), "")
+        return answer(question, REFUSED, says=f"ValueError: {said}") if said else OK
+
+    return reply
 
 
 def made_for_a_length(question, job):
@@ -380,6 +396,12 @@ def made_for_a_length(question, job):
     if case.heads != case.kv_heads or question.how == AFTER:
         return answer(question, REFUSED, raised=True)
     return OK if case.seq_len == 6 * case.world_size or job.keeps else answer(question, FAILED, raised=True)
+
+
+def made_for_a_length_and_heads(question, job):
+    """What it raises is no refusal, and no reason for new processes: a call after another length is."""
+    state = made_for_a_length(question, job)
+    return replace(state, state=FAILED) if isinstance(state, Answer) else state
 
 
 def keeps_heads(question, job):
@@ -484,6 +506,10 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "has no such name": (raises("NameError", "NameError: no such name (ring.py, line 3 in f)"), {}),
     "has nothing": (raises("TypeError", "TypeError: 'NoneType' object has no length"), {}),
     "raises under a causal mask": (raises_under_a_mask, {}),
+    "takes a causal mask only": (refuses_in_words(causal_only), {}),
+    "takes bfloat16 under a causal mask only": (refuses_in_words(narrow, causal_only), {}),
+    "raises on one rank": (which(lambda each: each.case.world_size == 1, FAILED, raised=True), {}),
+    "raises with grouped queries, and is made for its first length": (made_for_a_length_and_heads, {}),
     "is made for its first length, and refuses grouped queries": (made_for_a_length, {}),
     "has no such key": (raises("KeyError", "KeyError: 'LOCAL_RANK'"), {}),
     "knows no such size": (raises("KeyError", "KeyError: 6"), {}),
