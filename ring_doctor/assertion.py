@@ -115,7 +115,7 @@ def _loses(answer: Answer) -> tuple[bool, int, bool, bool, bool]:
     case, how = answer.case, answer.question.how
     features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(answer.question.members)
     features += how not in ("plain", "without gradients")
-    slight = max(answer.relative[name] for name in answer.wrong) < 0.01  # of the norm
+    slight = max((answer.relative[name] for name in answer.wrong), default=1.0) < 0.01  # of the norm
     return slight, features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, how == "without gradients"
 
 
