@@ -327,6 +327,9 @@ def test_the_question_of_an_xray():
     assert wrong(batch, narrow).case.dtype == torch.bfloat16
     assert wrong(narrow, replace(three, members=(1, 2, 3)), two) == wrong(two)
     assert wrong(batch).case.batch == 1
+    few = of_states((three, WRONG), (batch, WRONG)).answers
+    few = [replace(it, wrong={"out": 9.0}, relative={"out": x}) for it, x in zip(few, (0.002, 0.5), strict=True)]
+    assert choose_question(Examination(PATIENT, few)).case.layout == "contiguous", "no rounding"
     assert not wrong(sinks).case.sinks
     assert wrong(Question(Case(3, 19))).case.seq_len == 19, "unequal chunks stay unequal"
     assert wrong(Question(Case(3, 3))).case.seq_len == 3
