@@ -302,7 +302,7 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
         else:
             first = re.split("GiB  way;.*\n", said)[1].splitlines()[0].split(maxsplit=4)
             del first[2]  # its sequences
-            many = {"speed": 4, "seconds": 4, "gib": 3}  # the page shows fewer, as the evidence has
+            many = {"speed": 4, "seconds": 4, "gib": 3}  # digits, as ring-plan prints them
             assert first == [*(digits(found[name], count) for name, count in many.items()), found["way"]]
             assert advice.startswith(f"Fastest: {found['way']}: ")
         assert its["thresholds"]["h100"]["between"] > its["thresholds"]["h100"]["inside"] > 100

@@ -286,7 +286,7 @@ FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
         ((OF_USER, NO, NO), "", REFUSED, f"ValueError: {CLOSED}"),
         ((SHAPE, NO, NO), "", FAILED, "RuntimeError: shape"),
         ((ODD, ODD, ODD), "", FAILED, "KeyError: k (ring.py, line 3 in f)"),
-        ((ODD, ODD, ODD), "grouped queries", REFUSED, "KeyError: k"),  # a feature may be refused by any error
+        ((ODD, ODD, ODD), "grouped queries", FAILED, "KeyError: k (ring.py, line 3 in f)"),  # a crash is no refusal
         ((NO_OUT, NO_OUT, NO_OUT), "grouped queries", FAILED, "WrongResult: no out"),  # it took the input
     ],
 )
