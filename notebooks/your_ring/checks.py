@@ -22,7 +22,7 @@ from torch import Tensor
 
 from notebooks.source.checks.answers import OPEN, Exercise
 from ring_doctor import examine
-from ring_doctor.asking.answers import REFUSED, RIGHT, RIGHT_AS_CLAIMED
+from ring_doctor.asking.answers import OK, RIGHT, RIGHT_AS_CLAIMED
 from ring_doctor.asking.calls import ask_on_rank
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import START, CannotExamine
@@ -184,10 +184,10 @@ def _examined(number: int, path: Path, seconds: float) -> str:
         report = examine(f"{path}:attention", **asked, **CLAIMS[number])
     except (CannotExamine, ValueError) as error:
         return str(error)
-    refused = [it for it in report.examination.answers if it.state == REFUSED and it.question.feature != VALUES]
-    if report.level == RIGHT and refused:
-        return f"it refuses {refused[0].question.words()}: {refused[0].says}"
-    if report.level in (RIGHT, RIGHT_AS_CLAIMED):  # it may stack K and V: then V has no head dim of its own
+    if report.level in (RIGHT, RIGHT_AS_CLAIMED):
+        for it in report.examination.answers:  # one that stacks K and V takes no V with a head dim of its own
+            if it.state != OK and it.question.feature != VALUES:
+                return f"it does not take {it.question.words()}: {it.says}"
         return _no_ring(number, report.examination.patient)
     _, xray, what = str(report).rpartition("\nX-ray")
     return f"the doctor says\n\n{head(report)}" + (f"\n{xray}{what}" if xray else "")

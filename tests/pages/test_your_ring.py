@@ -26,11 +26,16 @@ def attention(q, k, v):
 """
 
 
+NO_GROUPS = """
+def attention(q, k, v, causal=False, layout="contiguous"):
+    return ring_attention(q, k + 0 * q, v, causal, layout)
+"""
 WRONG = [  # step, file, what is said
     (1, "attention: int = 1", "expected a function"),
     (2, one_more(3), "rank 1 are right. But it exchanged a message with rank 3"),
     (2, one_more(2), "a rank sends too much: "),
     (4, one_more(2), "attention has no argument causal"),
+    (6, f"{SIXTH}{NO_GROUPS}", "it does not take P = "),
 ]
 
 
