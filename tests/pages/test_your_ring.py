@@ -28,7 +28,7 @@ def attention(q, k, v):
 
 NO_GROUPS = """
 def attention(q, k, v, causal=False, layout="contiguous"):
-    return ring_attention(q, k + 0 * q, v, causal, layout)
+    return ring_attention(*torch.stack((q, k, v)), causal, layout)
 """
 WRONG = [  # step, file, what is said
     (1, "attention: int = 1", "expected a function"),
