@@ -1,7 +1,7 @@
 // How the search cuts a query into words, and which pages come first: docs for use, then chapters, then the rest.
 
 const FIRST = [[/^docs\/(?!glossary)/, 14], [/^notebooks\/0[1-8]_/, 12], [/^(docs\/|notebooks\/\d\d_|index$|README$)/, 9], [/^(ring|deadlock|xray|planner|notebooks\/)/, 6],
-  [/^(tests|bench|ring_doctor\/patients|ringlab\/models\/EVERY|notebooks\/appendix)/, -4]];
+  [/^(tests|bench|ring_doctor\/patients|ringlab\/hugging_face\/EVERY|notebooks\/appendix)/, -4]];
 
 var Scorer = {
   score: ([page, , anchor, , score, , kind]) =>
