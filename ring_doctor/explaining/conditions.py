@@ -13,7 +13,7 @@ from typing import Any
 from ring_doctor.asking.answers import OK, WRONG, Answer
 from ring_doctor.asking.questions import WAYS, Question
 
-ALWAYS = "in every question"
+ALWAYS, SOME = "in every question", "in some questions"
 OUT_FIRST = (
     "its gradients are not those that the formulas make of this out: autograd makes others, or the backward pass has a "
     "mistake of its own. Ask again when out is right"
@@ -55,24 +55,32 @@ def _with(feature: Any) -> str:
 
 
 def when_it_shows(answers: Sequence[Answer]) -> str:
-    """The features with which the mistake shows, in words; "" where no two questions tell it."""
+    """The features with which the mistake shows, in words; "" where no two questions tell it.
+
+    Together they are true of every wrong answer and of no right one. Where none are, it is said where all is right.
+    """
     results = {name for answer in answers if answer.state == WRONG for name in answer.wrong}
     if results <= {f"d{name}" for answer in answers for name in answer.case.learned}:  # which few questions have
         results.add("dq")
     right = [_features(it.question) for it in answers if it.state == OK and not results.isdisjoint(it.results)]
     wrong = [_features(answer.question) for answer in answers if answer.state == WRONG]
-    said = []
-    for i, (words, _) in enumerate(FEATURES):
+    told: list[tuple[int, set[Any], set[Any]]] = []  # a feature, its values in wrong answers, those in right ones only
+    for i in range(len(FEATURES)):
         sick = {features[i] for features in wrong}
         others = {features[:i] + features[i + 1 :] for features in wrong}
-        healthy = {x[i] for x in right if x[i] not in sick and x[:i] + x[i + 1 :] in others}
-        if healthy and words == RANKS:
+        if any(x[i] not in sick and x[:i] + x[i + 1 :] in others for x in right):
+            told.append((i, sick, {x[i] for x in right} - sick))
+    if any(all(x[i] in sick for i, sick, _ in told) for x in right):
+        return ", ".join([SOME, *(f"never {_in_words(i, healthy)}" for i, _, healthy in told)]) if told else ""
+    said = []
+    for i, sick, healthy in told:
+        if FEATURES[i][0] == RANKS:
             worlds = f"from {min(sick)} ranks on" if max(healthy) + 1 == min(sick) else _in_words(i, sick, ", ")
             said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
-        elif healthy:
+        else:
             but = "but not" if said else "everywhere but"
             said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
-    return ", ".join(said) if said or right else ALWAYS
+    return ", ".join(said) if said else ALWAYS
 
 
 def separated(right: Iterable[Question], wrong: Iterable[Question], most: int = 2) -> str | None:
