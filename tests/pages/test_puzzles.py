@@ -2,6 +2,8 @@
 
 import math
 import threading
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 from matplotlib.colors import to_hex
@@ -45,6 +47,9 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.loop, "a loop without end?, in: "),
     (1, tried.sends_for_ever, "more than 600 messages"),
     (2, tried.a_hop_short, "rank 0 returns a list whose number 1 is wrong: these are numbers of rank 0"),
+    (1, lambda comm, x: comm.recv(comm.rank), "rank 0 has a message with itself"),
+    (1, lambda comm, x: comm.send((comm.rank + 1) % comm.P, 1), "a message is a tensor, not int"),
+    (2, lambda comm, x: [x], "rank 0 returns 1 things; expected a list of 3 tensors"),
     (2, tried.two_at_once, "one wire out and one wire in"),
     (2, tried.two_into_one, "one wire out and one wire in"),
     (2, tried.in_float32, "float32 on the way?"),
@@ -55,6 +60,8 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (6, tried.never_home, "rank 0 returns a list whose number 1 is wrong: that is what rank 1 must return"),
     (7, tried.all_on_rank_0, "rank 0 takes 24 tokens; each of 3 ranks must take 8"),
     (7, tried.the_same_everywhere, "token 0 is on ranks [0, 1, 2]"),
+    (7, lambda comm, S: range(8 * comm.rank + 1, 8 * comm.rank + 9), "rank 2 takes token 24; there are tokens 0 to 23"),
+    (7, lambda comm, S: range(1, 9) if comm.rank == 0 else range(8 * comm.rank, 8 * comm.rank + 8), "is on no rank"),
     (8, tried.sends_what_nobody_takes, "rank 1 waits for rank 2, which has returned and never receives"),
     (9, tried.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
     (9, tried.ring_by_hand, "computing elsewhere is not on the clock"),
@@ -79,6 +86,37 @@ def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
 
 
+TABLES = """
+                            P = 3    P = 4    P = 5    goal                 best known
+chunks that a rank sends        4        6        8    4, 6, 8              4, 6, 8, no proof
+chunks held                 4.125    4.125    4.125    5.125                3.25, no proof
+                             P = 3    P = 4    P = 5    goal                 best known
+pairs of the busiest rank      108      144      180    125, 165, 205        100, 132, 164, proved
+time that ranks are idle     0.375      0.5     0.75    any                  0, proved
+proof, pairs of the busiest rank: all ranks compute all pairs together, so one of P has at least a P-th of them.
+proof, time that ranks are idle: no time is less than none."""
+COUNTED = {  # of `odd`; one rank each sends, receives, computes and holds most
+    **{"chunks that a rank sends": 4, "chunks held": 7, "pairs of the busiest rank": 48, "time": 8, "rounds": 8},
+    **{"time that ranks are idle": 11, "keys that come to a rank": 10},
+    **{"messages": 5, "numbers in the largest message": 384},
+}
+
+
+def test_each_count_is_of_the_busiest_rank_and_stands_in_the_table(monkeypatch):
+    sent = [(1, 2, 0, 1, 3), (1, 0, 1, 2, 1), (2, 0, 2, 3, 2), (2, 0, 2, 3, 1), (0, 2, 5, 6, 2)]
+    messages = [engine.Message(*each, size * checks.CHUNK, 1.0) for *each, size in sent]
+    works = [engine.Work(1, 2, 4, 64, 1.0), engine.Work(1, 4, 5, 32, 1.0), engine.Work(0, 3, 5, 80, 1.0)]
+    held = {rank: chunks * checks.CHUNK for rank, chunks in enumerate((5, 7, 1))}
+    odd = engine.Run(3, messages, works, held=held, clocks=[6.0, 8.0, 6.5])
+    counts = [count for puzzle in checks.PUZZLES for count in puzzle.counts]
+    assert {count.name: count.of(odd) for count in counts} == COUNTED
+    texts = [checks.solve(number, each).text for number, each in ((4, right.ring), (7, right.stripes))]
+    assert "".join(text[text.index("\n") :] for text in texts) == TABLES
+    slower = replace(checks.HOP, counts=(replace(checks.HOP.counts[0], best=lambda P: 4),))
+    monkeypatch.setattr(checks, "PUZZLES", (slower,))
+    assert "solved, and better than our best" in checks.solve(1, right.hop).text
+
+
 @pytest.mark.parametrize(("number", "schedule", "words"), WRONG)
 def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
     if schedule is tried.loop:
@@ -88,6 +126,10 @@ def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
     assert ": not yet. P = " in verdict.text
     assert words in verdict.text
     assert checks.score_card().text.startswith("0 of 30 stars")
+    with mock.patch.object(film, "draw") as drawn:
+        verdict.draw()
+    run, title, *_ = drawn.call_args.args
+    assert title == f"puzzle {number}, P = {run.world_size}: {'up to the fault' if run.fault else 'not right yet'}"
 
 
 def test_every_puzzle_has_answers_of_each_kind():
