@@ -46,21 +46,25 @@ def sees(name, S):
 @pytest.mark.parametrize("P", data.RANKS)
 def test_every_ring_ends_with_full_attention_and_its_gradients(P, numbers):
     for S in data.seq_lens(P):
-        x, shown = data.tokens(S), numbers[f"ring-{P}-{S}"]
-        refused = {layout for layout, its in shown["layouts"].items() if "refused" in its}
-        assert refused == ({"zigzag"} if S % (2 * P) else set()) | ({"striped"} if S % P else set())
-        for name, one in shown["cases"].items():
-            _, mask = name.split(", ")
-            visible = sees(mask, S)
-            q, k, v = leaves = [x.clone().requires_grad_() for _ in range(3)]
-            weights = (q @ k.mT / math.sqrt(2)).masked_fill(~visible, -math.inf).softmax(dim=-1)
-            out = weights @ v
-            right = [out.detach(), *torch.autograd.grad(out, leaves, x)]
-            rows = torch.cat([torch.tensor(one["out"]), torch.tensor(one["backward"][-1])], dim=-1)
-            assert (rows - torch.cat([each[0, 0] for each in right], dim=-1)).abs().max() <= HALF, name
-            assert torch.tensor([row[4:] for row in one["states"][-1]]).sub(out[0, 0]).abs().max() <= HALF
-            assert sum(map(sum, one["pairs"])) == visible.sum()
-            assert len(one["pairs"]) == len(one["states"]) == one["hops"] + 1 <= P
+        assert_full_attention(P, S, numbers[f"ring-{P}-{S}"])
+
+
+def assert_full_attention(P, S, shown):
+    x = data.tokens(S)
+    refused = {layout for layout, its in shown["layouts"].items() if "refused" in its}
+    assert refused == ({"zigzag"} if S % (2 * P) else set()) | ({"striped"} if S % P else set())
+    for name, one in shown["cases"].items():
+        _, mask = name.split(", ")
+        visible = sees(mask, S)
+        q, k, v = leaves = [x.clone().requires_grad_() for _ in range(3)]
+        weights = (q @ k.mT / math.sqrt(2)).masked_fill(~visible, -math.inf).softmax(dim=-1)
+        out = weights @ v
+        right = [out.detach(), *torch.autograd.grad(out, leaves, x)]
+        rows = torch.cat([torch.tensor(one["out"]), torch.tensor(one["backward"][-1])], dim=-1)
+        assert (rows - torch.cat([each[0, 0] for each in right], dim=-1)).abs().max() <= HALF, name
+        assert torch.tensor([row[4:] for row in one["states"][-1]]).sub(out[0, 0]).abs().max() <= HALF
+        assert sum(map(sum, one["pairs"])) == visible.sum()
+        assert len(one["pairs"]) == len(one["states"]) == one["hops"] + 1 <= P
 
 
 def test_the_running_result_is_attention_to_the_blocks_so_far(numbers):
@@ -274,6 +278,14 @@ def test_the_xray_shows_every_tile_of_a_report_and_refuses_other_files(watched):
         page.set_input_files("[name=file]", [])
 
 
+def assert_as_printed(found, said):
+    """An answer has the numbers of the first row that ring-plan prints."""
+    first = re.split("GiB  way;.*\n", said)[1].splitlines()[0].split(maxsplit=4)
+    del first[2]  # its sequences
+    many = {"speed": 4, "seconds": 4, "gib": 3}  # digits, as ring-plan prints them
+    assert first == [*(digits(found[name], count) for name, count in many.items()), found["way"]]
+
+
 PLANS = [
     ("llama-3.1-8b", "h100", 1, 131072),
     ("deepseek-v3.2", "b200", 8, 32768),
@@ -300,10 +312,7 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
             assert "does not fit" in said
             assert advice.startswith("Advice: nothing fits.")
         else:
-            first = re.split("GiB  way;.*\n", said)[1].splitlines()[0].split(maxsplit=4)
-            del first[2]  # its sequences
-            many = {"speed": 4, "seconds": 4, "gib": 3}  # digits, as ring-plan prints them
-            assert first == [*(digits(found[name], count) for name, count in many.items()), found["way"]]
+            assert_as_printed(found, said)
             assert advice.startswith(f"Fastest: {found['way']}: ")
         assert its["thresholds"]["h100"]["between"] > its["thresholds"]["h100"]["inside"] > 100
     page.reload()
