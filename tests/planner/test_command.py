@@ -74,6 +74,11 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     "--model llama-3.1-405b --gpu rtx-4090",
     f"{LLAMA} --seq-len 8192 --batch 1000 --recompute none",
     "--model llama-3.1-405b --gpu h100 --hosts 2 --seq-len 8192 --task prefill --tp 8",
+    f"{LLAMA} --hosts 2 --task prefill --tp 2 --cp 8 --linear-dtype fp8 --seq-len 32767",
+    f"{LLAMA} --hosts 2 --seq-len 1048576 --cp 16 --loss pieces",  # the flat ring is as fast
+    "--model qwen3-0.6b --gpu h100 --seq-len 32768",  # the factor of a framework turns the advice
+    f"{LLAMA} --kernels framework --cp 8 --tp 1 --seq-len 65536",  # the factor of an all-to-all is another
+    "--model llama-3.1-405b --gpu h100 --hosts 10 --tp 16",  # the next numbers of hosts are no powers of two
 ]
 
 
