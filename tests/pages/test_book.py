@@ -1,6 +1,7 @@
 """The numbers of the site's explorers, without the site: what book/test_explorers.py asks of built pages."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -26,7 +27,8 @@ __all__ = [
 @pytest.fixture(scope="module")
 def numbers():
     """Of a few rings, as the pages load them."""
-    return {f"ring-{P}-8": json.loads(json.dumps(data.ring_file(P, 8))) for P in (1, 3, 4)}
+    with mock.patch.object(data, "MASKS", ("none", "causal", "causal documents window")):
+        return {f"ring-{P}-8": json.loads(json.dumps(data.ring_file(P, 8))) for P in (1, 3, 4)}
 
 
 def test_a_ring_ends_with_full_attention_or_says_why_not(numbers):
@@ -49,7 +51,8 @@ def test_a_ring_ends_with_full_attention_or_says_why_not(numbers):
 @pytest.mark.parametrize("model", ["deepseek-v3.2", "llama-3.1-405b"])
 def test_the_planners_page_has_what_its_command_prints(monkeypatch, capsys, model):
     """Of a GPU with a second name. deepseek-v3.2 chooses its keys; the other one fits on no host."""
-    monkeypatch.setattr(data, "GPUS", {"h100": GPUS["h100"], "second": GPUS["h100"]})
+    for name, few in {"GPUS": dict.fromkeys(("h100", "second"), GPUS["h100"]), "HOSTS": (1, 8)}.items():
+        monkeypatch.setattr(data, name, few)
     its = data.planned(model)
     assert data.planner()["gpus"] == [*its["answers"]] == [*its["thresholds"]] == ["h100"]
     assert its["indexer"] == (2048 if "3.2" in model else None)
