@@ -18,6 +18,7 @@ from ringlab.support.rounding import Right, exact_attention
 from tests.attention import assert_right
 from tests.commands import assert_legible, check_shown
 from tests.concepts import CONCEPTS, FOLDERS, ROOT, marked, run
+from tests.mistakes import assert_recorded
 
 SCRIPTS = [path for folder in (*FOLDERS, "bench", "book", "ring_doctor") for path in ROOT.glob(f"{folder}/*.py")]
 SCRIPTS += [ROOT / "ring_attn.py", ROOT / "worked_example.py"]
@@ -34,6 +35,7 @@ def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name, ra
     command, shown = re.search(r"^    \$ (.*)\n((?:    .*\n)+)", text, flags=re.MULTILINE).groups()
     assert command == f"python -m {name}"
     check_shown(textwrap.dedent(shown), printed)
+    assert_recorded(printed)
 
 
 def dropped(tree):

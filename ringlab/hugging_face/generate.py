@@ -230,7 +230,7 @@ def arguments(
     tokens, config = loop["input_ids"], loop["generation_config"]
     unknown = [name for name, x in loop.items() if name not in LOOP and x is not None and x != {}]  # of pictures
     unknown += [name for name in NOT_HERE if getattr(config, name, None)]
-    expect(not unknown, f"generate got {', '.join(unknown)}", "none: a rank has its own tokens only")
+    expect(not unknown, f"generate got {', '.join(dict.fromkeys(unknown))}", "none: a rank has its own tokens only")
     guided = config.guidance_scale not in (None, 1)
     expect(not guided, f"guidance_scale is {config.guidance_scale}", "None: it needs a second cache")
     uses, kind = config.use_cache, config.cache_implementation

@@ -76,8 +76,8 @@ def checked_inputs(
         if x is not None:
             expected = f"{words}, {' or '.join(map(str, shapes_of))}"
             expect(x.shape in shapes_of, f"{name} has shape {tuple(x.shape)}", expected)
-    kinds, one = {(x.dtype, x.device) for x in (q, k, v)}, "one floating dtype and one device: use x.to(q)"
-    expect(len(kinds) == 1 and q.is_floating_point(), f"q, k and v are {kinds}", one)
+    kinds, one = [f"{x.dtype} on {x.device}" for x in (q, k, v)], "one floating dtype and one device: use x.to(q)"
+    expect(len(set(kinds)) == 1 and q.is_floating_point(), f"q, k and v are {', '.join(kinds)}", one)
     wide = accumulation_dtype(q.dtype)
     q, k, v = (x.to(wide) for x in (q, k, v))
     q, k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))

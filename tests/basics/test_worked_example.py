@@ -15,6 +15,7 @@ from ringlab.basics.online_softmax import start, update
 from ringlab.support.colours import BLOCK_COLOURS, paint
 from ringlab.support.rounding import exact_attention
 from tests.commands import check_shown
+from tests.mistakes import assert_recorded
 
 X = TOKENS[None, None]
 
@@ -73,6 +74,7 @@ def test_the_result_is_full_attention(capsys, causal):
     np.testing.assert_allclose(np.array([row[1:3] for row in rows], dtype=float), exact, atol=5.001e-5)
     np.testing.assert_allclose(np.array([row[3:5] for row in rows], dtype=float), exact, atol=5.001e-5)
     assert printed.count("ok ") == 2
+    assert printed.endswith(f"(rounding allows a difference of {example.rounding():.1e})\n")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -87,9 +89,11 @@ def test_a_result_that_is_off_by_more_than_rounding_exits_1(monkeypatch, capsys,
         )
     else:
         right = example.full_attention
-        monkeypatch.setattr(example, "full_attention", lambda causal: right(causal) + off)
+        monkeypatch.setattr(example, "full_attention", lambda causal: right(causal) + np.array([0, off]))
     assert example.main(["--causal"] * causal) == 1
-    first, second = re.findall(r"^(ok   |WRONG) (?=the ring|and torch)", capsys.readouterr().out, re.M)
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"\| +(1e-13|nan)$", printed, re.M)) == 8 * (wrong == "full attention")
+    first, second = re.findall(r"^(ok   |WRONG) (?=the ring|and torch)", printed, re.M)
     assert (first, second) == (("ok   ", "WRONG") if wrong == "torch" else ("WRONG", "ok   "))
 
 
@@ -117,6 +121,8 @@ def test_there_is_no_fifth_gpu_or_round(option):
 
 
 def test_the_docstring_shows_what_is_printed(capsys):
+    assert_recorded(run(capsys, "--causal"))
+    assert_recorded(run(capsys))
     shown = re.search(r"^    \$ python worked_example.py\n((?:    .*\n|\n)*)", example.__doc__, re.M)[1]
     check_shown(textwrap.dedent(shown), run(capsys))
 

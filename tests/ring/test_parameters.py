@@ -42,7 +42,7 @@ from ringlab.ways.all_gather import AllGather
 from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
 from tests.concepts import needed_by
-from tests.mistakes import all_of, assert_refused
+from tests.mistakes import all_of, assert_recorded, assert_refused
 from tests.rings import assert_ring
 
 RINGS = {
@@ -192,7 +192,8 @@ GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "fo
 FOUR, BSHD = torch.ones(1, 4, 4, 3), torch.zeros(1, 6, 4, 3)  # 4 query heads; 6 tokens of 4 heads
 BAD_GROUPS = {
     "no multiple": ((FOUR[:, :3], X, X), None, ["q has shape (1, 3, 4, 3) and k (1, 2, 4, 3)", "3 heads to be a mul"]),
-    "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
+    "tokens": ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
+    "half": ((FOUR, X[:, :, :2], X[:, :, :2]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 2, 3)", "same tokens"]),
     "order of dimensions": ((BSHD, *[BSHD[:, :, :2]] * 2), None, ["and k (1, 6, 2, 3)", "would fit as (B, S, H, D)"]),
     "D of q and k": ((FOUR, *[X[..., :2]] * 2), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 4, 2)", "same B and D"]),
     "B of q and k": ((torch.cat([FOUR] * 2), X, X), None, ["q has shape (2, 4, 4, 3) and k (1, 2", "same B a"]),
@@ -229,6 +230,8 @@ def partition_of_8(layout="contiguous", lengths=(4, 4), **mask):
 
 BAD_MASKS = [
     ({"documents": (3, 4)}, ["documents of 3, 4 tokens, 7 in all, for a sequence of 8; expected ", "8 in all"]),
+    *(({"documents": (n, *[1] * 7)}, [f"of {n}, 1, 1, 1, 1, 1, 1, 1 tokens, "]) for n in (0, 2)),
+    ({"documents": (1,) * 9}, ["of 1, 1, 1, 1, 1, 1, 1, 1, ... tokens, 9 in all, for"]),
     ({"documents": [4.0, 4.0]}, ["documents is (4.0, 4.0); expected ", "whole numbers"]),
     ({"documents": [True, 7]}, ["documents is (True, 7); expected"]),
     ({"documents": torch.ones(2, 4, dtype=int)}, ["documents is tensor([[1"]),
@@ -301,8 +304,9 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
 
 @pytest.mark.parametrize(("function", "args", "options", "words"), BAD_ALONE)
 def test_one_process(function, args, options, words):
-    with pytest.raises(ValueError, match=all_of(words)):
+    with pytest.raises(ValueError, match=all_of(words)) as refused:
         function(*args, **options)
+    assert_recorded(str(refused.value))
 
 
 def ring_on(context, ring, inputs):

@@ -5,7 +5,6 @@ And heads that do not divide, NaN, padding, sequences of calls.
 
 import math
 import re
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -423,21 +422,6 @@ def test_padding_on_the_right_changes_no_real_token(ranks):
     assert all(x.shape[2] == 18 for x in mine)
     assert all(x[:, :, 13:].count_nonzero() == 0 for x in mine[1:])
     assert_four([x[:, :, :13] for x in mine], expected(*real, causal=True))
-
-
-def warned_of(context, shape):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        ring_flash_attention(*torch.zeros(3, *shape))
-    return [str(each.message) for each in told]
-
-
-@pytest.mark.parametrize(
-    ("shape", "told"), [((1, 129, 16, 4), True), ((1, 136, 17, 4), False), ((1, 128, 2, 4), False)]
-)
-def test_more_heads_than_tokens_by_far_are_told_once(ranks, shape, told):
-    for said in ranks(3, warned_of, shape):
-        assert [words.partition("heads")[0][-4:] for words in said] == ["129 "] * told
 
 
 # Under torch.compile: right, in few graphs ---------------------------------------------------------------------------
