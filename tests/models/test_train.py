@@ -50,6 +50,7 @@ def run(context, options, before_step=None, picture=False):
     """One rank of a run on this process group; before_step(context, step) is called before each step reads.
 
     What takes a while is left out: the speed of the machine is not measured, and a picture is drawn where it is asked.
+    Returns what it says.
     """
 
     def read(text, step, *args):
@@ -58,8 +59,9 @@ def run(context, options, before_step=None, picture=False):
         return read_batch(text, step, *args)
 
     quick = {"measured_peak": lambda *_: 1e9} | ({} if picture else {"find_spec": lambda name: None})
-    with mock.patch.multiple(train, read_batch=read, **quick):
+    with mock.patch.multiple(train, read_batch=read, **quick), contextlib.redirect_stdout(io.StringIO()) as said:
         train.train(context, train.parse([*SMALL, *map(str, options)]))
+    return said.getvalue()
 
 
 def losses(folder):
@@ -101,11 +103,8 @@ SMALLER = 0.85  # times the loss: its gradient has a norm above 1 in some steps,
 
 
 def with_a_smaller_loss(context, options):
-    """What it says."""
-    smaller = mock.patch.object(train, "batch_loss", lambda *args: SMALLER * batch_loss(*args))
-    with smaller, contextlib.redirect_stdout(io.StringIO()) as said:
-        run(context, options)
-    return said.getvalue()
+    with mock.patch.object(train, "batch_loss", lambda *args: SMALLER * batch_loss(*args)):
+        return run(context, options)
 
 
 def adamw_by_hand(text, steps):
@@ -177,6 +176,7 @@ def test_every_option_arrives(ranks, tmp_path, data, unbroken):
             assert seen == {"dtype": torch.bfloat16, "layout": "contiguous", "checkpointing": True}
             assert (precisions, peak) == ([(torch.bfloat16, torch.float32)], torch.bfloat16)
             assert progress == (before, steps, 4 * 24, flops, 1e9)
+            assert ("; matrix products reach 1 GFLOP/s, all ranks together\n" in said) == (rank == 0)
             assert ("dp 2 x cp 3, contiguous layout\nstep      4 x 24 tokens, 2 x 8 on a rank\n" in said) == (rank == 0)
             curve = f"the curve needs matplotlib: {install('plots')}; its numbers are {tmp_path}/loss.jsonl\n"
             assert said.endswith(f"done      {steps} steps; {curve}") == (rank == 0)
@@ -189,6 +189,8 @@ def test_what_is_not_given_is_as_help_says(capsys):
     run = {"dp": 1, "cp": None, "layout": "zigzag", "dtype": "fp32", "steps": 100, "save_every": 50}
     where = {"data": None, "out": Path("run"), "resume": False, "activation_checkpointing": False}
     assert vars(train.parse([])) == sizes | run | where
+    two = "model     2 layers, hidden 128, 4 heads on 2, 8 parameters, fp32\nmesh      dp 3 x cp 1, zigzag layout"
+    assert train.model_and_mesh(train.parse([]), torch.nn.Linear(3, 2), 3, 1) == two
     for name in ("dp", "cp", *sizes, "steps", "save_every"):
         with pytest.raises(SystemExit, match="2"):
             train.parse([f"--{name.replace('_', '-')}={'half' if name == 'linear' else 0}"])
@@ -234,7 +236,9 @@ def signals_in_step_3(context, step):
 
 def test_a_signal_to_some_ranks_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
     common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
-    ranks(3, run, common, signals_in_step_3)
+    said, *others = ranks(3, run, common, signals_in_step_3)
+    assert said.endswith("stopped   by a signal after step 3, and saved; --resume goes on from there\n")
+    assert others == ["", ""]
     assert len(losses(tmp_path / "run")) == 3
     assert last_checkpoint(tmp_path / "run").name == "step-00000003"
     ranks(1, run, [*common, "--resume"])
@@ -304,8 +308,17 @@ def test_one_rank_says_what_is_refused(monkeypatch, capsys, rank, said):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(train, "join_ring", lambda **where: contextlib.nullcontext())
     monkeypatch.setattr(train, "train", mock.Mock(side_effect=ValueError("no")))
+    monkeypatch.setattr(dist, "is_initialized", lambda: rank == "0")
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed := mock.Mock())
     assert train.main([]) == 2
     assert capsys.readouterr().err == said
+    assert destroyed.call_count == (rank == "0")
+
+
+def test_the_curve_has_the_loss_of_each_step(tmp_path):
+    with mock.patch("matplotlib.axes.Axes.plot") as plot:
+        assert train.write_losses(tmp_path, [3.0, 2.0]) is None
+    assert list(map(list, plot.call_args.args)) == [[1, 2], [3.0, 2.0]]
 
 
 def save_and_go_on(context, folder):
@@ -468,11 +481,12 @@ def numbers_of_progress(context):
     rank, of_round = context.rank, iter([2, 1, 3])
 
     def of_ranks(work, device, calls):
-        slower = next(of_round)
+        slower, product = next(of_round), work()
+        assert (product.shape, product.dtype) == ((512, 512), torch.bfloat16)
         return [slower * (rank + 1) / calls for rank in range(context.world_size)]
 
     with mock.patch.object(train, "laps", side_effect=of_ranks):
-        peak = train.measured_peak(context, torch.float32)
+        peak = train.measured_peak(context, torch.bfloat16)
     clock = iter([0.0, 2.0, 2.0, 6.0, 6.0])
     with (
         mock.patch.object(train, "time", mock.Mock(perf_counter=lambda: next(clock, 6.4))),
