@@ -301,13 +301,15 @@ def on_meta(rank):
         return in_use()
 
 
+CONV = {"layer_types": ["conv", "full_attention"]}
+
+
 def states_in_a_mesh(rank):
-    where = ContextParallel(mesh_of((3, 1)), way=DoubleRing)
-    return in_use("Lfm2", where=where, layer_types=["conv", "full_attention"])
+    return in_use("Lfm2", where=ContextParallel(mesh_of((3, 1)), way=DoubleRing), **CONV)
 
 
 def a_forward_by_hand(rank):
-    model = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]})
+    model = model_of("Lfm2", CONV)
     layer = model.model.layers[0].conv
     layer.forward = by_hand = partial(type(layer).forward, layer)
     try:
@@ -370,19 +372,10 @@ MODELS = {  # what is given to use_ring
     "a wrapped model": (lambda rank: in_use(change=torch.nn.Sequential), "model is a Sequential; expected a model of"),
     "compiled in place": (lambda rank: in_use(change=lambda model: model.compile()), "is compiled; expected use_ring"),
     "any arguments": (lambda rank: in_use(change=any_arguments), "has a forward(*args); expected its arguments by"),
-    "a layout without states": (
-        lambda rank: in_use("Lfm2", layout="striped", layer_types=["conv", "full_attention"]),
-        "layout is striped; expected contiguous or zigzag",
-    ),
+    "a layout without states": (lambda rank: in_use("Lfm2", layout="striped", **CONV), "layout is striped; expected"),
     "a misspelt layout": (lambda rank: in_use(layout="zig-zag"), "zig-zag"),
-    "two layouts": (
-        lambda rank: in_use(where=ContextParallel(layout="contiguous"), layout="striped"),
-        "the layout and the way in one place",
-    ),
-    "two ways": (
-        lambda rank: use_ring(model_of("Llama", {}), ContextParallel(), way=Hybrid),
-        "the layout and the way in one place",
-    ),
+    "two layouts": (lambda rank: in_use(where=ContextParallel(layout="contiguous"), layout="striped"), "in one place"),
+    "two ways": (lambda rank: use_ring(model_of("Llama", {}), ContextParallel(), way=Hybrid), "in one place"),
     "a way that is none": (lambda rank: in_use(where=ContextParallel(way="ring")), "way is 'ring'; expected the class"),
     "a way of a mesh": (lambda rank: in_use(where=ContextParallel(way=Hybrid)), "mesh is None; expected 2 dimensions"),
     "a mesh of two": (lambda rank: in_use(where=ContextParallel(mesh_of((3, 1)))), "a mesh of one dimension: a double"),
@@ -412,12 +405,12 @@ def after(change, batch=batch_of, steps=1, name="Llama"):
     return work
 
 
-def trained_unsummed(mode):
-    """Each rank has weights of its own since a pass that compares none: a change of mode compares them, and pass 4."""
+def trained_unsummed(mode, passes=2):
+    """Each rank has weights of its own since a pass that compares none: a change of mode compares them; passes 4, 8."""
 
     def work(rank):
         model = in_use()
-        for _ in range(2):
+        for _ in range(passes):
             model(**shard_batch(batch_of()))
         a_head_of_rank(model, rank)
         model(**shard_batch(batch_of()))
@@ -509,6 +502,10 @@ def adapted(model, kind, **options):
     return peft.get_peft_model(model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options))
 
 
+def with_adapter(kind, **options):
+    return lambda rank: in_use(change=lambda model: adapted(model, kind, **options))
+
+
 Q = {"target_modules": ["q_proj"]}
 ADALORA = {**Q, "total_step": 9}
 
@@ -534,8 +531,10 @@ class WithMore(transformers.LlamaForCausalLM):
             out.loss += of_tokens
         if how == "without a value":
             out.loss = out.loss + of_tokens - of_tokens.detach()
-        if how == "told":
+        if how in ("told", "told in part"):
             out.loss = out.loss + extra_loss(self, of_tokens, of_weights / 2) + extra_loss(self, 0.0, of_weights / 2)
+        if how == "told in part":
+            out.loss = out.loss + 1e-3 * of_tokens
         return out
 
 
@@ -576,10 +575,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
     "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
     "a forward that mixes": (after(a_forward_that_mixes), "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
-    "a base model that mixes": (
-        after(a_base_model_that_mixes),
-        "the model itself (LlamaModel) of LlamaModel mixes tokens",
-    ),
+    "a base model that mixes": (after(a_base_model_that_mixes), "the model itself (LlamaModel) of LlamaModel mixes"),
     "a class in functions": (a_class_in_functions, "layers.0.mlp (LlamaMLP) of LlamaModel mixes tokens"),
     "a module of the same class": (of_one_class, "layers.0.mlp (AvgPool2d) of LlamaModel mixes tokens"),
     "pickled": (lambda rank: pickle.dumps(llama()), "a model in a ring was pickled, as torch.save(model) does; expect"),
@@ -589,6 +585,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "gradients that nobody sums, after an evaluation": (after(evaluated, steps=2), WEIGHTS),
     "gradients that nobody sums, before an evaluation": (trained_unsummed(False), WEIGHTS),
     "gradients that nobody sums, later": (trained_unsummed(True), WEIGHTS),
+    "gradients that nobody sums, much later": (trained_unsummed(True, 6), WEIGHTS),
     "packed for layers that are not told": (after(lambda *_: None, packed_batch, name="StableLm"), NOT_TOLD),
     "dropped documents": (after(layers_that_drop_documents, packed_batch), "the ring with its documents 0 time(s)"),
     "the base model": (lambda rank: llama().model(input_ids=ROW[:, :8]), "position_ids begin with None"),
@@ -596,8 +593,8 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "a document with padding": (a_document_with_padding, "documents of cu_seq_lens_q end behind"),
     "unequal padding": (lambda rank: shard_batch(batch_of(), causal=False), "the rows have padding of unequal lengths"),
     "unequal shards": (
-        lambda rank: shard_batch({"input_ids": ROW[:, :23]}, layout="contiguous"),
-        "23 tokens in the contiguous layout on 3 ranks; expected a multiple of 3: pad_to=1",
+        lambda rank: shard_batch({"input_ids": ROW[:, :23]}, None, "contiguous"),
+        "a multiple of 3: pad",
     ),
     "no gradients on a rank": (
         lambda rank: (torch.no_grad() if rank else torch.enable_grad())(llama().__call__)(**shard_batch(batch_of())),
@@ -617,15 +614,17 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "a loss of its own code": (lambda rank: bert(False), "BertForMaskedLM called its loss_function 0 time(s)"),
     "more of a loss, in place": (more_of_a_loss("in place"), "WithMore adds to its loss"),
     "more of a loss, without a value": (more_of_a_loss("without a value"), "WithMore adds to its loss"),
+    "more of a loss, told in part": (more_of_a_loss("told in part"), "WithMore adds to its loss"),
 }
 ADAPTERS = {
     "LoRA of a rank": (after(lambda model, rank: rank and adapted(model, "Lora", **Q)), "ranks disagree about modules"),
     "AdaLoRA, later": (after(lambda model, rank: adapted(model, "AdaLora", **ADALORA)), "to the model's loss in place"),
-    "AdaLoRA": (lambda rank: in_use(change=lambda model: adapted(model, "AdaLora", **ADALORA)), "ADALORA does more"),
-    "virtual tokens": (
-        lambda rank: in_use(change=lambda model: adapted(model, "PromptTuning", num_virtual_tokens=4)),
-        "PROMPT_TUNING puts virtual tokens before each text; expected an adapter of weights alone, such as LoRA",
+    "AdaLoRA": (with_adapter("AdaLora", **ADALORA), "ADALORA does more than its layers"),
+    "aLoRA": (
+        with_adapter("Lora", alora_invocation_tokens=[1], **Q),
+        "LORA looks for its invocation tokens, in a shard",
     ),
+    "virtual tokens": (with_adapter("PromptTuning", num_virtual_tokens=4), "PROMPT_TUNING puts virtual tokens before"),
 }
 
 
@@ -810,7 +809,7 @@ def test_a_refused_model_keeps_no_ring(ranks):
 
 def after_its_model(context, stopped):
     """What is left of a layer, the ring, its group, which is destroyed, and its name."""
-    model, group = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]}), dist.new_group([0])
+    model, group = model_of("Lfm2", CONV), dist.new_group([0])
     use_ring(model, group, layout="contiguous")
     left, name = [weakref.ref(x) for x in (model.model.layers[0].conv, model.ring[0], group)], model.ring[0].name
     if stopped:
@@ -828,7 +827,7 @@ def test_nothing_is_kept_of_a_model_that_is_gone(ranks, stopped):
 
 # Sequences of passes --------------------------------------------------------------------------------------------------
 
-KINDS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+KINDS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Lfm2": CONV}
 KINDS["Lfm2 in fully_shard"] = KINDS["Lfm2"]
 PACKINGS = ((24,), (12, 12), (7, 17), (5, 9, 1, 9))
 KEPT = weakref.WeakKeyDictionary()  # by the group of the job: models that are in a ring, whose proof takes long

@@ -390,6 +390,15 @@ def test_weights_that_fsdp2_shares_out_are_those_of_one_process(ring):
     same(ring[0]["fsdp2"], alone("accumulation"))
 
 
+def test_accelerate_prepares_a_loader_with_all_of_its_options():
+    given = {"even_batches": 1, "split_batches": 2, "use_seedable_sampler": 3, "non_blocking": 4, "rng_types": ["5"]}
+    ours = SimpleNamespace(**given, device=6, dataloader_config=SimpleNamespace(data_seed=7))
+    with mock.patch("ringlab.hugging_face.trainer.prepare_data_loader") as prepared:
+        InRing.loader_of_ring(SimpleNamespace(accelerator=ours, rings=8, ring=9), "loader")
+    rest = {"put_on_device": True, "dispatch_batches": False, "data_seed": 7}
+    prepared.assert_called_once_with("loader", 6, 8, 9, **given, **rest)
+
+
 def test_a_batch_is_padded_on_the_right():
     batch = collate(rows()[1:2])
     longer = padded(batch, 1, 6)
