@@ -30,6 +30,7 @@ from ringlab.options import new_file
 from ringlab.ring import overlap
 from ringlab.support import timeline
 from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.devices import cpu_cores
 from ringlab.support.drawing import canvas, draw_events, svg
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import Event
@@ -227,6 +228,7 @@ def test_the_command_prints_and_writes_what_was_recorded(ranks, tmp_path):
     assert "P = 4 ranks, S = 38 tokens in chunks of 9 or 10" in printed
     assert "B = 2, H = 3, D = 5, float32" in printed
     assert f"torch {torch.__version__}" in printed
+    assert f"{cpu_cores()} cores, {max(1, cpu_cores() // 8)} thread(s) a rank\n" in printed  # of 8 in the pool
     assert table(printed) == blocks(4)
     assert "ok    against full attention in float64" in printed
     events = [Event(**event) for event in json.loads(trace.read_text())]

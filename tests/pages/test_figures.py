@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import re
+from unittest import mock
 from xml.etree import ElementTree
 
 import nbformat
@@ -127,6 +128,14 @@ def test_comparison_sees_a_colour_a_number_and_a_word_change():
     wrong[3, 60:68, 60:66] = 0  # about one digit, in one frame
     assert same_frames(frames, np.clip(frames + 3, 0, 255))
     assert not same_frames(frames, wrong)
+
+
+def test_a_notebook_shows_a_picture_sharp_and_with_its_words():
+    with mock.patch("IPython.display.display") as shown:
+        drawing.canvas(120, 50, "words")[0]._ipython_display_()
+    (data,), options = shown.call_args
+    assert options == {"metadata": {"image/png": {"width": 120, "alt": "words"}}, "raw": True}
+    assert (Image.open(io.BytesIO(data["image/png"])).size, data["text/plain"]) == ((240, 100), "words")
 
 
 def test_every_picture_is_shown_and_every_shown_picture_is_there():

@@ -1,6 +1,7 @@
 """The rings before the kernels: overlap, the backward pass, causal layouts."""
 
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -81,6 +82,15 @@ def test_the_hidden_share_by_hand(waited, share):
     assert hidden_share(blocking, overlapped) == pytest.approx(share)
     assert seconds(blocking, "send", "receive") == (4 + 4) / 2  # of a rank, on average
     assert seconds(blocking, "compute") == 5 / 2
+
+
+def test_the_demonstration_tells_what_each_ring_waits_for(capsys):
+    zeros, spans = torch.zeros(1, 4, 2048, 64), [(0, "compute", 0, 2), (0, "send", 2, 5), (0, "wait", 2, 3)]
+    runs = {name: (zeros, events(*spans)) for name in ("blocking", "overlapped")}
+    with mock.patch.object(overlap, "launch", return_value=[runs]):
+        assert overlap.main() == 1
+    found = re.findall(r"(\w+) +computing 2.000 s, messages and waiting (\S+) s", capsys.readouterr().out)
+    assert found == [("blocking", "3.0000"), ("overlapped", "1.0000")]
 
 
 # Backward, with grouped queries too: the gradients of every rank, and the bytes sent ---------------------------------

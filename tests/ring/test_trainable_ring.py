@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import runpy
 import shutil
 from contextlib import ExitStack, redirect_stdout
@@ -189,6 +190,7 @@ def test_its_own_run_can_fail(ranks, tmp_path):
     (status, printed), *others = ranks(2, own_run, str(tmp_path / FILE.name))
     assert [status, *others] == [1, (1, "")]
     assert [line.split(":")[0] for line in printed.splitlines()] == [*STEPS, "WRONG"]
+    assert len({*re.findall(r"\d\.\d{9}", printed)}) == 8  # those of the ring, and those of one process
 
 
 @pytest.mark.slow
