@@ -85,7 +85,7 @@ def examine(
         if found.wrong and not found.changes:
             progress("X-ray")
             taken = take_xray(found.patient, choose_question(found), **how)
-        explained = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
+        explained = diagnosis and diagnosis.told and (not diagnosis.rest or diagnosis.others)
         unclear = not (found.healthy or explained or found.changes)
         return Report(found, diagnosis, taken, tuple(infer(found, taken)) if unclear else ())
     finally:

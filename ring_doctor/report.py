@@ -31,18 +31,9 @@ FEATURES = 5  # that were refused, in the verdict
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
-BETWEEN_RANKS = (
-    "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
-    "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
-)
-UNAWAITED = (
-    "A message for which nobody waits is read before it is there, or is taken for the next one. Ask again when it has "
-    "its wait(), or is gone: there may be another mistake"
-)
-ON_ONE_RANK = (
-    "One rank alone does it too, so it is no race between ranks: look for random numbers, as of dropout, for "
-    "torch.empty() that is never filled, for counters and caches"
-)
+BETWEEN_RANKS = "Look for a race (no wait(), a shared buffer), a torch.empty() that is never filled, a counter, a cache"
+UNAWAITED = "A message for which nobody waits is read too early, or taken for the next one. Mend this, then ask again"
+ON_ONE_RANK = "One rank alone does it too: look for random numbers, a torch.empty() never filled, a counter, a cache"
 
 
 @dataclass(frozen=True)
@@ -138,8 +129,8 @@ class Report:
         """The mistakes that the verdict and the remarks name, each once."""
         explanations: tuple[Explanation, ...] = ()
         if self.diagnosis:
-            besides = self.diagnosis.besides or ()
-            explanations = self.diagnosis.told + (besides if len(besides) <= FEW else ())
+            others = self.diagnosis.others
+            explanations = self.diagnosis.told + (others if len(others) <= FEW else ())
         return list(dict.fromkeys(mistake for explanation in explanations for mistake in explanation.mistakes))
 
     @property
@@ -170,15 +161,11 @@ class Report:
         names = [found.words for found in (diagnosis.explanations if diagnosis else ())]
         if len(names) > FEW:
             said.append(f"no question tells {len(names)} known mistakes apart")
-        elif len(names) > 1:
-            said.append(f"no question tells these explanations apart: {', '.join(names)}")
-        if diagnosis and diagnosis.besides is not None:
-            names = [found.words for found in diagnosis.besides]
-            known = " or ".join(names) or "no known mistake"
-            cause = known if len(names) <= FEW else f"one of {len(names)} known mistakes"
-            said.append(f"gradients that are wrong where out is right have another cause: {cause}")
-        elif diagnosis and diagnosis.part:
-            said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
+        if diagnosis and diagnosis.rest:
+            names = [found.words for found in diagnosis.others]
+            cause = " or ".join(names) or "no known mistake"
+            cause = cause if len(names) <= FEW else f"one of {len(names)} known mistakes"
+            said.append(f"it does not explain {diagnosis.rest}: {cause} does")
         elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
             said.append(OUT_FIRST)
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:

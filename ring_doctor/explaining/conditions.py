@@ -7,17 +7,14 @@ Before: asking/questions.py. After: diagnosis.py; inference.py, for what an X-ra
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ring_doctor.asking.answers import OK, WRONG, Answer
 from ring_doctor.asking.questions import WAYS, Question
 
-ALWAYS, SOME = "in every question", "in some questions"
-OUT_FIRST = (
-    "its gradients are not those that the formulas make of this out: autograd makes others, or the backward pass has a "
-    "mistake of its own. Ask again when out is right"
-)
+ALWAYS = "in every question"
+OUT_FIRST = "its gradients do not follow from this out by formula, as autograd's may not: mend out, then ask again"
 RANKS = "with {} ranks"
 FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     (RANKS, lambda question: question.case.world_size),
@@ -57,7 +54,7 @@ def _with(feature: Any) -> str:
 def when_it_shows(answers: Sequence[Answer]) -> str:
     """The features with which the mistake shows, in words; "" where no two questions tell it.
 
-    Together they are true of every wrong answer and of no right one. Where none are, it is said where all is right.
+    Together they are true of every wrong answer and of no right one.
     """
     results = {name for answer in answers if answer.state == WRONG for name in answer.wrong}
     if results <= {f"d{name}" for answer in answers for name in answer.case.learned}:  # which few questions have
@@ -71,7 +68,7 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
         if any(x[i] not in sick and x[:i] + x[i + 1 :] in others for x in right):
             told.append((i, sick, {x[i] for x in right} - sick))
     if any(all(x[i] in sick for i, sick, _ in told) for x in right):
-        return ", ".join([SOME, *(f"never {_in_words(i, healthy)}" for i, _, healthy in told)]) if told else ""
+        return ""
     said = []
     for i, sick, healthy in told:
         if FEATURES[i][0] == RANKS:
@@ -95,6 +92,19 @@ def separated(right: Iterable[Question], wrong: Iterable[Question], most: int = 
         if all(any(features[i] not in sick[i] for i in some) for features in of_right):
             return " and ".join(_in_words(i, sick[i]) for i in some)
     return None
+
+
+def where_left(left: Mapping[Question, Sequence[str]], answers: Sequence[Answer]) -> str:
+    """Which results of these questions are left, and where: "dv with grouped queries"."""
+    where: dict[tuple[Question, ...], list[str]] = {}
+    for name in dict.fromkeys(name for names in left.values() for name in names):
+        where.setdefault(tuple(question for question, names in left.items() if name in names), []).append(name)
+    said = []
+    for questions, names in where.items():
+        fine = [it.question for it in answers if it.question not in questions and names[0] in it.results]
+        told = (separated(fine, questions) or f"as with {questions[0].words()}") if fine else ""
+        said.append(f"{' and '.join(names)} {told}".rstrip())
+    return "; ".join(said[:MANY])
 
 
 def _in_words(i: int, values: set[Any], between: str = " or ") -> str:

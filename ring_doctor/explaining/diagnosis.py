@@ -22,10 +22,10 @@ from torch import Tensor
 from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import LATENTS, LatentCase, LatentSteps, compute_latents
-from ring_doctor.asking.questions import BESIDE, KEPT
+from ring_doctor.asking.questions import BESIDE, KEPT, Question
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
-from ring_doctor.explaining.conditions import separated, when_it_shows
+from ring_doctor.explaining.conditions import ALWAYS, separated, when_it_shows, where_left
 from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Change, Mistake, latents
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
@@ -37,6 +37,7 @@ OF_KINDS = ("dlog_decay", "dbeta", "dstate", "dweight", "drope_keys", "dlatents"
 EVERYTHING = (*FORWARD, "dq", "dk", "dv", *OF_KINDS)
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
 LARGEST = 800  # tokens in an answer that is computed on paper for each entry
+OTHER_GRADIENTS = ("views", "gradient of lse")  # ways to ask whose right gradients are not those of a plain question
 FEW = 2  # explanations that a headline may name
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
@@ -71,8 +72,8 @@ class Diagnosis:
     explanations: tuple[Explanation, ...]  # each gives the ring's numbers in every wrong answer, or in a part of them
     answers: tuple[Answer, ...]  # the wrong answers
     when: str  # the mistake shows, in words; "": no two questions tell it
-    part: str = ""  # the explanations explain this part of the wrong answers only; "": all of them
-    besides: tuple[Explanation, ...] | None = None  # of gradients that are wrong where out is right, if others are
+    rest: str = ""  # what is wrong that the explanations do not give, in words: "dv with grouped queries"; "": nothing
+    others: tuple[Explanation, ...] = ()  # of the rest
     follow: bool = True  # the gradients of a wrong out are those that an explanation makes of it, by formula
 
     @property
@@ -94,23 +95,23 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     telling = others if _wrong(others) else answered
     if examination.changes:
         return Diagnosis((), tuple(wrong), "")  # right answers are right by luck
-    when = when_it_shows(telling)
     ways = _ways([answer for answer in wrong if answer.case.dtype.itemsize > 2] or wrong, answered)
     kept = " and ".join(option for option in KEPT if BESIDE + option in ways)
     of_ways = tuple(dict.fromkeys(BY_WAY[way] for way in BY_WAY if way in ways))
     if ways and "without gradients" not in ways:
-        return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when)
+        return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when_it_shows(telling))
     state, on_paper = examination.patient.state, _telling(answered)
     of_kind = latents.MISTAKES if state == LATENTS else STATES if state else CATALOGUE
     mistakes = of_kind.values()
-    found, part, follow = _explain(on_paper, mistakes, progress)
-    besides = _besides(found, on_paper, mistakes)
-    if besides is not None:  # the others show in answers of their own
-        when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
-    when = "" if part and found[0].condition else when  # more than this mistake shows then
-    found = [replace(each, condition="") for each in found] if part.startswith("what") else found
+    found, follow = _explain(on_paper, mistakes, progress)
+    left = _left(found, wrong, follow) if len(found) <= FEW else {}
+    besides = _explain(_rest(on_paper, left), mistakes)[0] if left else []
+    when = when_it_shows([it for it in telling if it.state != WRONG or {*it.wrong} != {*left.get(it.question, ())}])
+    when = "" if left and when == ALWAYS else when
     found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
-    return Diagnosis(tuple(found), tuple(wrong), when, part, besides, follow or bool(state))
+    return Diagnosis(
+        tuple(found), tuple(wrong), when, where_left(left, answered), tuple(besides), follow or bool(state)
+    )
 
 
 def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
@@ -155,8 +156,8 @@ def _on_paper(answer: Answer) -> bool:
 
 def _explain(
     answers: list[WrongAnswer], mistakes: Iterable[Mistake], progress: Callable[[str], None] = lambda words: None
-) -> tuple[list[Explanation], str, bool]:
-    """All explanations; which part of the wrong answers they explain, "" for all; whether they give all gradients too.
+) -> tuple[list[Explanation], bool]:
+    """All explanations; whether they give all gradients too.
 
     The simplest kind of explanation that fits is returned.
     """
@@ -178,38 +179,35 @@ def _explain(
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
                 whole = _fitting((each for each in entries if each.name in same), some, EVERYTHING)
-                told = "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
-                return whole or found, told, bool(whole) or not same
+                return whole or found, bool(whole) or not same
     found = under_a_condition(entries, usual, parts[0], most=True) if parts else []
-    return found, f"what is wrong {found[0].condition}" if found else "", True
+    return [replace(each, condition="") for each in found], True
 
 
-def _besides(
-    found: list[Explanation], answers: list[WrongAnswer], mistakes: Iterable[Mistake]
-) -> tuple[Explanation, ...] | None:
-    """What explains the wrong gradients of answers whose out and lse are right, where what was found does not.
-
-    None where there are no such gradients. Those of a wrong out follow from it, by more ways than one. Where lse alone
-    is wrong, in every answer perhaps, it is left out.
-    """
-    right = [each for each in answers if set(FORWARD).isdisjoint(each.answer.wrong)]
-    lse_alone = not any("out" in each.answer.wrong for each in answers)
-    out_is_right = answers if lse_alone else right
-    same = [entry for each in found for mistake in each.mistakes for entry in _entries([mistake])]
-    same = same if not any(each.condition for each in found) else found
-    wrong = [each for each in out_is_right if each.answer.wrong and not _special(each.case)]
-    if not found or len(right) == len(answers):
-        return None
-    if all(any(_fits(entry, each, EVERYTHING) is not False for entry in same) for each in wrong):
-        return None
-    return tuple(_explain([_without_lse(each) for each in out_is_right], mistakes)[0])
+def _left(found: list[Explanation], wrong: list[Answer], follow: bool) -> dict[Question, tuple[str, ...]]:
+    """By question the wrong results that no explanation gives; no gradients that do not follow from a wrong out."""
+    left = {}
+    for of in map(WrongAnswer, wrong if found else ()):
+        if of.case.dtype.itemsize > 2 and of.case.seq_len <= LARGEST:
+            other = of.answer.question.how in OTHER_GRADIENTS or ("out" in of.answer.wrong and not follow)
+            names = [name for name in (FORWARD if other else EVERYTHING) if name in of.answer.wrong]
+            left[of.answer.question] = tuple(n for n in names if all(_fits(x, of, (n,)) is False for x in found))
+    return {question: names for question, names in left.items() if names}
 
 
-def _without_lse(of: WrongAnswer) -> WrongAnswer:
-    wrong, results = dict(of.answer.wrong), dict(of.answer.results)
-    wrong.pop("lse", None)
-    results.pop("lse", None)
-    return WrongAnswer(replace(of.answer, wrong=wrong, results=results))
+def _rest(answers: list[WrongAnswer], left: dict[Question, tuple[str, ...]]) -> list[WrongAnswer]:
+    """The right answers, and what is left of wrong ones, but where a wrong out that is explained changes it too."""
+    rest = []
+    for of in answers:
+        answer, names = of.answer, left.get(of.answer.question, ())
+        results = {name: x for name, x in answer.results.items() if name in names or name not in answer.wrong}
+        if not answer.wrong:
+            rest.append(of)
+        elif names and ("out" in names or "out" not in answer.wrong):
+            rest.append(
+                WrongAnswer(replace(answer, results=results, wrong={name: answer.wrong[name] for name in names}))
+            )
+    return rest
 
 
 def _entries(mistakes: Iterable[Mistake]) -> list[Explanation]:

@@ -20,10 +20,12 @@ from textwrap import fill
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, Examination, imprecise, never_claimed
+from ring_doctor.asking.answers import FAILED, OK, Answer, Examination, imprecise, never_claimed
+from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.asking.latent_case import LatentCase
-from ring_doctor.asking.questions import BESIDE, kind
+from ring_doctor.asking.questions import BESIDE
+from ring_doctor.explaining.conditions import separated
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, WrongAnswer, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 
@@ -34,7 +36,7 @@ IN_A_PART = Finding(
     "get_rank(), get_world_size() and every message, at group=, group_src= and group_dst=, and at dist.get_global_rank",
     "a rank of the group is used as a rank of the job, or a group is left out",
 )
-ON_ONE_RANK = "the kernel: scale, softcap, mask, what positions add or turn inside; and at collectives of one rank"
+ON_ONE_RANK = "what a rank computes by itself, and at collectives of one rank"
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_LATENTS = "which latents, rotated keys and positions a rank uses, and the gradients that travel or stay"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
@@ -76,7 +78,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return _of_one_rank(examination, [*in_a_part, *first, *shown, *_which(told), *follows]) + hangs
+    return _of_one_rank(examination, told, [*in_a_part, *first, *shown, *_which(told), *follows]) + hangs
 
 
 def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
@@ -93,23 +95,29 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     return [Finding(f"{listed(bad)} wrong{right}", look)]
 
 
-def _of_one_rank(examination: Examination, findings: list[Finding]) -> list[Finding]:
-    """The findings; before them, if one rank alone is wrong, that no other rank is to blame for these results.
+def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: list[Finding]) -> list[Finding]:
+    """The findings; before them, if one rank alone gives all these wrong numbers, that no other rank is to blame.
 
-    After them, where other results, or questions that one rank answers rightly, are wrong with more ranks only.
+    It does if it gives the same numbers for the same sequences. Else it comes after them where one rank is wrong too.
     """
-    wrong = examination.wrong
-    if not (alone := [answer for answer in wrong if answer.case.world_size == 1]):
+    of_one = [answer for answer in examination.answers if answer.case.world_size == 1]
+    if not (alone := [answer for answer in examination.wrong if answer.case.world_size == 1]):
         return findings
-    names = {name for answer in alone for name in answer.wrong}
-    said = f"One rank alone is wrong already ({_in_order(names)}), so no message between ranks is to blame"
-    if not names.issuperset(name for answer in wrong for name in answer.wrong):  # others need two
-        return [*findings, Finding(f"{said} for {'it' if len(names) == 1 else 'these'}", ON_ONE_RANK)]
-    asked = [(kind(it.question), it.case.causal, it.case.world_size == 1, it.state) for it in examination.answers]
-    if any((what, causal, True, OK) in asked for what, causal, _, state in asked if state == WRONG):
-        return [*findings, Finding(f"{said} for this: {alone[0].question.words()}", ON_ONE_RANK)]
-    brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
-    return [Finding(said, ON_ONE_RANK, brief), *findings]
+    said = f"One rank alone is wrong already ({_in_order({name for answer in alone for name in answer.wrong})})"
+    whole = {_of_one(answer): answer.results for answer in of_one}
+    pairs = [(it, whole.get(_of_one(it.answer), {})) for it in told if it.case.world_size > 1]
+    same = [it.near(name, of[name].double()) for it, of in pairs for name in it.answer.wrong if name in of]
+    if same and all(same):
+        brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
+        return [Finding(f"{said}, so no message between ranks is to blame", ON_ONE_RANK, brief), *findings]
+    fine = [answer.question for answer in of_one if answer.state == OK]
+    where = (fine and separated(fine, [it.question for it in alone])) or f"as with {alone[0].question.words()}"
+    return [*findings, Finding(f"{said}, {where}. Begin there; messages between ranks may be wrong too")]
+
+
+def _of_one(answer: Answer) -> tuple[Case, str]:
+    """The same question to one rank."""
+    return replace(answer.case, world_size=1), answer.question.how
 
 
 def _in_order(results: set[str]) -> str:

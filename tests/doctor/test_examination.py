@@ -160,7 +160,7 @@ XRAYED = {
 THREE = headline(3, []).diagnosis.explanations
 REPORTS = {
     **XRAYED,
-    "besides three others": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, besides=THREE)),
+    "three others": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, rest="dv", others=THREE)),
     **{name: Report(Examination(PATIENT, answers), None, "none was taken") for name, answers in TEXTS.items()},
     **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
     **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
@@ -210,9 +210,8 @@ def test_the_worst_share_is_told_and_a_wider_dtype_where_all_its_questions_are_r
     [
         *((n, {}, False, n in (0, 3)) for n in range(4)),  # of three names none is told
         (0, {}, True, False),
-        (1, {"part": "dq"}, False, True),
-        (1, {"besides": ()}, False, True),
-        (1, {"besides": headline(1, [])}, False, False),
+        (1, {"rest": "dv"}, False, True),
+        (1, {"rest": "dv", "others": THREE[:1]}, False, False),
     ],
 )
 def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, changes, unclear):

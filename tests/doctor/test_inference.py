@@ -208,7 +208,6 @@ PLANTED = {  # what is planted, and in which cases
     "noise in dk and dv of 4 heads": (noise("dk", "dv"), {"masks": [FULL, STRIPED], "heads": 4}),
     "noise in gradients of one token": (noise(*GRADIENTS), {"masks": [FULL, STRIPED], "chunk": 1}),
     "noise in float32": (noise(*EVERYTHING), {"masks": [FULL, STRIPED], "dtype": torch.float32}),
-    "dv times 2 on one rank too": (times(lambda P: 2, "dv"), {"worlds": (1, 2, 3)}),
     "dv times P on one rank too": (times(lambda P: P, "dv"), {"worlds": (1, 2)}),
     "dq times 2 on two ranks": (TWICE, {"worlds": (2,)}),
     "dq times 2, dv times 0 on 3 ranks": (zero_on_3_ranks, {}),
@@ -228,6 +227,10 @@ TOLD_OF = {  # the answers, or these and an X-ray
     ),
     **{f"sequences {wrong} of 3": sequences(*wrong) for wrong in ((1, 2), (1,), (0, 1, 2))},
     "sequences 1 and 2, and one alone": lambda: sequences(1, 2)() + planted(noise("out")),
+    **{
+        f"dv times {of} on one rank too": lambda n=n: planted(times(n, "dv"), [Case(1, 18), Case(1, 1), *cases()])
+        for of, n in {"2": lambda P: 2, "1 + P": lambda P: 1 + P}.items()
+    },
     "one rank with grouped queries, three always": lambda: (
         planted(noise(*EVERYTHING), [Case(1, 18, heads=4, kv_heads=2), Case(3, 18)])
         + planted(lambda case, x: {}, [Case(1, 6)])
