@@ -202,6 +202,10 @@ def padding(shard, rank):
     return {**shard, "attention_mask": mask}
 
 
+def unshifted(shard, rank):
+    return {**shard, **dict.fromkeys(("labels", "shift_labels"), shard["input_ids"])}
+
+
 def packed(**more):
     return lambda shard, rank: {**shard_batch(packed_batch()), **more}
 
@@ -218,10 +222,7 @@ CALLS = {  # how the shard that a model gets is changed
     "other masks": (with_(attention_mask={"full_attention": torch.ones(1)}), "attention_mask is no tensor"),
     "lists of tensors": (with_(deepstack=[torch.ones(9)]), "deepstack is a list; expected none"),
     "another layout": (lambda *_: shard_batch(batch_of(), layout="striped"), "position_ids begin with [0, 3, 6,"),
-    "labels not shifted": (
-        lambda shard, rank: {**shard, **dict.fromkeys(("labels", "shift_labels"), shard["input_ids"])},
-        "the label of each token is the token itself; expected the next one",
-    ),
+    "labels not shifted": (unshifted, "the label of each token is the token itself; expected the next one"),
     "padding": (padding, "rank 2: attention_mask is"),
     "uncounted": (without("num_items_in_batch"), "num_items_in_batch"),
     "TRL's loss": (without("shift_labels", fused_lm_head=True), "fused_lm_head without"),
@@ -562,6 +563,11 @@ def in_two_layouts(rank):
     shard_batch({"input_ids": ROW}, layout=own)
 
 
+def without_gradients(rank):
+    with torch.set_grad_enabled(rank == 0):
+        llama()(**shard_batch(batch_of()))
+
+
 def a_document_with_padding(rank):
     batch = without("position_ids")(packed_batch(), rank)
     shard_batch({**without("labels")(batch, rank), "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
@@ -570,7 +576,7 @@ def a_document_with_padding(rank):
 WEIGHTS = "the ranks disagree about weights; expected the same on each of them: one seed"
 NOT_TOLD = "a row has 5 documents, of which the layers of StableLmForCausalLM are not told"
 BEFORE_ONLY = "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)"
-OTHERS = ("zigzag", "zigzag", "contiguous")  # layouts of the three ranks
+OTHERS, NAMES = ("zigzag", "zigzag", "contiguous"), ("zigzag", "zig-zag", "zigzag")  # layouts of the three ranks
 STEPS = {  # what is done with a model after use_ring, or with its loss
     "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
     "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
@@ -596,18 +602,12 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
         lambda rank: shard_batch({"input_ids": ROW[:, :23]}, None, "contiguous"),
         "a multiple of 3: pad",
     ),
-    "no gradients on a rank": (
-        lambda rank: (torch.no_grad() if rank else torch.enable_grad())(llama().__call__)(**shard_batch(batch_of())),
-        "the ranks disagree about gradients",
-    ),
+    "no gradients on a rank": (without_gradients, "the ranks disagree about gradients"),
     "no batch": (lambda rank: shard_batch({"input_ids": torch.tensor(5)}, pad_to=1), "input_ids are (); expected"),
     "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
     "causal on some ranks": (lambda rank: shard_batch({"input_ids": ROW}, causal=rank > 1), "disagree about causal"),
     "other layouts": (lambda rank: shard_batch({"input_ids": ROW}, None, OTHERS[rank]), "disagree about layout"),
-    "a misspelt layout of a rank": (
-        lambda rank: shard_batch({"input_ids": ROW}, layout="zig-zag" if rank == 1 else "zigzag"),
-        "rank 1: layout is 'zig-zag'; expected one of",
-    ),
+    "a wrong layout": (lambda rank: shard_batch({"input_ids": ROW}, None, NAMES[rank]), "rank 1: layout is 'zig-zag'"),
     "two layouts of one name": (in_two_layouts, "the ranks disagree about the positions of the layout; expected one"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),

@@ -96,11 +96,7 @@ WAYS = {
     "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
     "another batch": Way("refused", (NEWEST, "it has batch 4, here 2; expected"), options=("--resume", "--batch", "2")),
     "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
-    "data, one bit": Way(
-        "refused",
-        (NEWEST, "is of another run: it has sha256 of the data ", ", here "),
-        lambda run: flip(run.parent / "text.txt", -1),
-    ),
+    "data, one bit": Way("refused", (NEWEST, "sha256 of the data "), lambda run: flip(run.parent / "text.txt", -1)),
     # the largest file that can be written: as on a full disk, some writes fail
     "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),
     "disk, 100 bytes": Way("ended", NOT_WRITTEN, disk=100),

@@ -426,10 +426,8 @@ REFUSED = [
     *((ring_latent_attention, 1, {n: x.requires_grad_()}, ["disagree about gradients"]) for n, x in other().items()),
     (ring_latent_attention, None, {"chosen": keys(6)}, ["chosen has key 6 for the query at 0"]),
     (ring_latent_attention, 1, {"chosen": keys(0, 5), "causal": True}, ["disagree about"]),
-    *(
-        (ring_flash_attention, None, {"chosen": keys(0), "schedule": way}, [f"schedule={way.__name__}", "the ring"])
-        for way in (AllGather, AllToAll)
-    ),
+    (ring_flash_attention, None, {"chosen": keys(0), "schedule": AllGather}, ["schedule=AllGather", "the ring"]),
+    (ring_flash_attention, None, {"chosen": keys(0), "schedule": AllToAll}, ["schedule=AllToAll", "the ring"]),
     (ring_flash_attention, None, {"schedule": LatentRing}, ["schedule is LatentRing, for K and V; expected ring_lat"]),
     (ring_flash_attention, 1, {"chosen": keys(0, 1)}, ["disagree about chosen", "rank 0: chosen=None"]),
     (ring_flash_attention, None, {"chosen": keys(0.5)}, ["chosen is torch.float32", "expected int64"]),

@@ -27,6 +27,7 @@ from ringlab.basics.chunks import check_grouped_chunks
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import scatter
+from ringlab.models.transformer import Config
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.chosen_keys import choose_keys
 from ringlab.ring.documents import document_lengths, pack
@@ -38,6 +39,7 @@ from ringlab.ring.schedule import Ring, check_sinks, check_softcap
 from ringlab.states.short_convolution import ring_short_convolution
 from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.agreement import members
+from ringlab.support.devices import choose_device
 from ringlab.ways.all_gather import AllGather
 from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
@@ -253,14 +255,8 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     *((check_grouped_chunks, qkv, {}, words) for qkv, _, words in BAD_GROUPS.values()),
     *((alone, qkv, {"scale": scale}, words) for alone in ALONE for qkv, scale, words in BAD.values()),
     *(
-        (
-            alone,
-            (X[:, :, :queries], X[:, :, :keys], X[:, :, :keys]),
-            {"causal": True},
-            [f"causal=True with {queries} queries and {keys} keys", "pass causal=False or the whole sequence"],
-        )
-        for alone in ALONE
-        for queries, keys in ((2, 4), (4, 2))
+        (alone, (X[:, :, :a], *[X[:, :, :b]] * 2), {"causal": True}, [f"causal=True with {a} queries and {b} keys"])
+        for alone, (a, b) in itertools.product(ALONE, [(2, 4), (4, 2)])
     ),
     (blockwise_attention, (X, X, X), {"block_size": 0}, ["block_size is 0; expected 1 or more"]),
     (merge, (OUT, LSE[0], OUT, LSE), {}, ["out_a has shape (2, 4, 3) and lse_a (4,)", "expected out (..., Sq, D)"]),
@@ -282,10 +278,8 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     (positions, ("contiguous", 16, 4, 4), {}, ["expected 0 to 3"]),
     (positions, ("striped", 16, -1, 4), {}, ["expected 0 to 3"]),
     (positions, ("striped", 16, 0, 0), {}, ["one rank or more"]),
-    *(
-        (split, args, {}, ["among 6 ranks, and 5 query heads", "a head or more for each", "2 x 3"])
-        for split, args in ((check_split, (5, 6, 6)), (heads_of_ranks, (5, 1, 6)))
-    ),
+    (check_split, (5, 6, 6), {}, ["among 6 ranks, and 5 query heads", "2 x 3"]),
+    (heads_of_ranks, (5, 1, 6), {}, ["among 6 ranks, and 5 query heads", "2 x 3"]),
     (document_lengths, ([0],), {}, ["cu_seqlens is (0,); expected a list or tensor (documents + 1,)"]),
     (document_lengths, ([0, 4.0],), {}, ["cu_seqlens is (0, 4.0); expected ", "whole numbers"]),
     (document_lengths, (torch.tensor([[0, 4]]),), {}, ["cu_seqlens is tensor([[0, 4]]); expected"]),
@@ -293,6 +287,10 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     (document_lengths, ([0, 5, 5, 24],), {}, ["document 1 goes from 5 to 5; expected ", "a token or more"]),
     *((pack, (texts,), {}, ["expected one or more, none empty"]) for texts in ([], [torch.arange(3), torch.arange(0)])),
     *((partition_of_8, (), options, words) for options, words in BAD_MASKS),
+    *((Config, (), {"layers": 6, "linear": n}, [f"layers is 6, linear {n}; expected linear to be 0"]) for n in (3, -1)),
+    (Config, (), {"hidden": 20, "heads": 4}, ["hidden is 20, heads 4; expected hidden to be a multiple"]),
+    (Config, (), {"heads": 4, "kv_heads": 3}, ["heads is 4, kv_heads 3; expected kv_heads to divide heads"]),
+    (choose_device, ("tpu", 2), {}, ["device is 'tpu'; expected"]),
     (ring_attention, (X, X, X), {}, NO_GROUP),
     (members, (), {}, NO_GROUP),
     (simulate_messages, ([[Send(0)], []],), {}, ["rank 0 has Send(to=0)", "expected another rank from 0 to 1"]),
