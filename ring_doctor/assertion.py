@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import CANNOT_TELL, SAID, Answer, Examination
+from ring_doctor.asking.answers import CANNOT_TELL, SAID, STATUS, Answer, Examination
 from ring_doctor.asking.case import SIZES
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine, Job
@@ -42,11 +42,16 @@ LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
 
 def assert_ring(function: Callable[..., Any] | str, **options: Any) -> None:
     """Raise AssertionError with the diagnosis unless `function` is a right ring. Options and errors as in `examine`."""
+    assert_healthy(examine, function, **options)
+
+
+def assert_healthy(examined: Callable[..., Any], *asked: Any, **options: Any) -> None:
+    """Raise AssertionError with the report of `examined` unless it is healthy."""
     try:
-        report = examine(function, **options)
+        report = examined(*asked, **options)
     except CannotExamine as error:
         raise AssertionError(f"{SAID[CANNOT_TELL]}: {error}") from None
-    if not report.healthy:
+    if STATUS[report.level]:
         raise AssertionError(str(report))
 
 

@@ -37,7 +37,7 @@ missing, one_sentence = {}, []
 packages = ringlab, ring_doctor, ring_planner
 walks = [pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in packages]
 for module in itertools.chain(*walks):
-    if module.name.endswith((".pytest_plugin", ".jobs.recorder", ".jobs.watching")):
+    if module.name.endswith((".pytest_plugin", ".jobs.recorder")):
         continue  # pytest loads its plug-in by itself, and the user's job the other two
     try:
         importlib.import_module(module.name)

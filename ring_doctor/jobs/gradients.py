@@ -6,7 +6,8 @@ What rounding may change is measured. `moved` is the first job with weights move
 that it computes in. One unit is twice the largest error of a rounding, and a weight's gradient passes some ten of them;
 both jobs round. So UNITS times this change is allowed, and for no weight less than for all of them in the mean.
 
-A weight is compared on the ranks whose optimizers have it: a rank without it may hold anything.
+A weight is compared on the ranks whose optimizers have it: a rank without it may hold anything. `compared` is for every
+number that ranks have: gradients, their norm, losses, outputs of modules.
 
 Shapes: a gradient is whole, as that of one process. One weight is in memory at a time, with the ranks' gradients of it.
 
@@ -22,11 +23,12 @@ from torch import Tensor
 
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.job import Job
-from ring_doctor.jobs.seen import divisors
+from ring_doctor.jobs.seen import Ranks, divisors
 
 UNITS = 8
 TERMS = 64  # roundings of eps that are allowed where nothing was measured
 LOSS = "the reported loss"  # it is one more gradient: ../whole_models
+NORM = "1 / the norm for clipping"  # it is one more of the gradients that are clipped
 SMALL = 0.01  # of the norm of an average gradient: a smaller one, as of the bias of keys, may be rounding only
 POWERS = {"times_p": 1.0, "over_p": -1.0, "times_root_p": 0.5, "over_root_p": -0.5}  # of a number of ranks
 EXPECTED = "expected one model in both jobs, on each rank whole or in DTensors; FSDP 1 has flat weights"
@@ -41,6 +43,7 @@ class Compared:
     errors: dict[int, float]  # by rank, as a share of the norm
     off: list[int]  # the ranks that have a wrong one
     alike: bool  # whether all ranks have the same one
+    summed: bool  # whether the ranks' sum is the right one, or a multiple of it
     times: float | None  # which is this multiple of the right one; or None
     factor: str  # the name of the multiple: "times_p", ..., "not_reduced"; or ""
 
@@ -60,14 +63,14 @@ def eps_of(dtype: str) -> float:
 
 def dtypes_of(job: Job) -> list[str]:
     """The dtypes of a job's gradients, and those that its modules and losses computed in: the narrowest first."""
-    seen = [part for of_rank in job.ranks for step in of_rank["steps"] for part in (step, *step["passes"])]
-    return sorted({dtype.removeprefix("torch.") for part in seen for dtype in part["dtypes"]}, key=eps_of, reverse=True)
+    seen = {dtype for ranks in job.steps for of_rank in ranks for dtype in of_rank["dtypes"]}
+    return sorted((dtype.removeprefix("torch.") for dtype in seen), key=eps_of, reverse=True)
 
 
-def pairs_of(one: Job, many: Job) -> dict[str, str]:
+def pairs_of(one: Ranks, many: Ranks) -> dict[str, str]:
     """The names of each weight in both jobs, which may begin with other prefixes."""
-    others, found = set.intersection(*(set(of["weights"]) for of in many.ranks)), {}
-    for name in one.ranks[0]["weights"]:
+    others, found = set.intersection(*(set(of["weights"]) for of in many)), {}
+    for name in one[0]["weights"]:
         alike = [x for x in others if f".{x}".endswith(f".{name}") or f".{name}".endswith(f".{x}")]
         fits = [name] if name in others else alike
         if len(fits) != 1:
@@ -78,37 +81,41 @@ def pairs_of(one: Job, many: Job) -> dict[str, str]:
 
 def _allowed(one: Job, moved: Job | None, step: int, kind: str) -> dict[str, tuple[float, float]]:
     """For each weight that has a gradient: a norm below which it is taken for rounding, and the share allowed."""
-    sizes: dict[str, tuple[float, int]] = {}  # of the right gradients: the norm, and how many numbers
-    changes: dict[str, float] = {}
-    for name in one.ranks[0]["weights"]:
-        right, near = (job.tensor(kind, step, name) for job in (one, moved or one))
+    rows = {}  # how many numbers, the norm of the right gradient, and that of its change
+    for name in one.steps[step][0]["weights"]:
+        right, near = (job.gradients(kind, step, name).get(0) for job in (one, moved or one))
         if right is not None and near is not None:
-            sizes[name], changes[name] = (float(right.norm()), right.numel()), float((near - right).norm())
-    norm = math.hypot(*(norm for name, (norm, _) in sizes.items() if name != LOSS))
+            rows[name] = right.numel(), float(right.norm()), float((near - right).norm())
+    counts, norms, changes = torch.tensor([*rows.values()], dtype=torch.float64).reshape(len(rows), 3).T
+    norm = float(norms[[name != LOSS for name in rows]].norm())
     if not 0 < norm < math.inf:
         said = f"the norm of the gradients of step {step + 1} of the first job is {norm:g}"
-        raise CannotExamine(f"{said}; those that a closure computes inside of a step are not seen: {one.command}")
-    count = sum(n for _, n in sizes.values())
-    floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in sizes.items()}
-    changes = {name: x / max(sizes[name][0], floors[name]) for name, x in changes.items()}
-    usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes))
-    usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if usual else TERMS))
-    return {name: (floors[name], UNITS * max(usual, change)) for name, change in changes.items()}
+        raise CannotExamine(f"{said}; those that a closure computes inside of a step are not seen")
+    floors = SMALL * norm * (counts / counts.sum()).sqrt()
+    changes = changes / torch.maximum(norms, floors)
+    usual = float(changes.square().mean().sqrt())
+    shares = UNITS * changes.clamp(min=max(usual, eps_of(dtypes_of(one)[0]) * (1 if usual else TERMS)))
+    return dict(zip(rows, zip(floors.tolist(), shares.tolist(), strict=True), strict=True))
 
 
 def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
-    """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets."""
-    pairs, allowed, found = pairs_of(one, many), _allowed(one, moved, step, kind), {}
-    P, trained = len(many.ranks), {pairs[name] for name in allowed}
-    for name in {name for of in many.ranks for name in of["weights"]} - trained:
-        if any(x is not None and x.any() for x in (many.tensor(kind, step, name, rank) for rank in range(P))):
+    """Compare the gradients of a step: "before" clipping, or those that optimizers get, and then NORM."""
+    ones, ranks = one.steps[step], many.steps[step]
+    clips = all(of["norm"] is not None for of in (*ones, *ranks))
+    kind = kind if clips else "gradient"
+    pairs, allowed, found = pairs_of(ones, ranks), _allowed(one, moved, step, kind), {}
+    trained = {pairs[name] for name in allowed}
+    for name in {name for of in ranks for name in of["weights"]} - trained:
+        if any(x.any() for x in many.gradients(kind, step, name).values()):
             raise CannotExamine(f"{name} has a gradient in the second job only; expected the same frozen weights")
     for name, (floor, share) in allowed.items():
-        owners = [of["rank"] for of in many.ranks if pairs[name] in of["steps"][step]["owned"]] or range(P)
-        given = {rank: many.tensor(kind, step, pairs[name], rank) for rank in owners}
-        if (right := one.tensor(kind, step, name)) is not None:
-            parts = {rank: torch.zeros_like(right) if x is None else x for rank, x in given.items()}
-            found[name] = compared(pairs[name], right, parts, floor, share, P)
+        right = one.gradients(kind, step, name)[0]
+        parts = many.gradients(kind, step, pairs[name]) or dict.fromkeys(range(len(ranks)), torch.zeros_like(right))
+        found[name] = compared(pairs[name], right, parts, floor, share, len(ranks))
+    if clips and kind == "gradient":
+        right, *others = torch.tensor([1 / of["norm"] for of in (ones[0], *ranks)], dtype=torch.float64)
+        share = max(share for _, share in allowed.values())
+        found[NORM] = compared(NORM, right, dict(enumerate(others)), 0.0, share, len(ranks))
     return found
 
 
@@ -125,6 +132,7 @@ def compared(weight: str, right: Tensor, parts: dict[int, Tensor], floor: float,
     multiple = alike and distance(first, times * right, floor) <= allowed
     named = [(name, d**power) for d in divisors(P)[:0:-1] for name, power in POWERS.items()]
     factors = [name for name, factor in named if multiple and abs(times / factor - 1) <= allowed]
-    if not alike and any(distance(sum(others, first) / d, right, floor) <= allowed for d in divisors(P)):
-        factors = ["not_reduced"]
-    return Compared(weight, allowed, errors, off, alike, times if multiple else None, (factors or [""])[0])
+    sums = [sum(others, first) * d**sign for d in divisors(P) for sign in (1, -1)]
+    summed = any(distance(x, right, floor) <= allowed for x in sums)
+    factors += ["not_reduced"] * (summed and not alike)
+    return Compared(weight, allowed, errors, off, alike, summed, times if multiple else None, (factors or [""])[0])

@@ -1,6 +1,6 @@
 """What is seen of a training job from inside, until its step N: this file runs in each process of the user's job.
 
-    import torch   ->  watching.py calls `watch`, which puts notes around modules, losses, messages, backward, clipping
+    import torch   ->  torch calls `begin`, which puts notes around modules, losses, messages, backward, clipping
     optimizer.step ->  the gradients go to files, one at a time; after step N the process waits for the others and ends
 
 Nothing is changed that a process computes. What `torch.compile` traces is left alone, so inside of it nothing is seen.
@@ -8,11 +8,10 @@ This file imports nothing of this project: the job may run in another environmen
 
 Shapes: as in the job. A gradient is whole: a DTensor's shards are gathered.
 
-Before: nothing. After: watching.py, which brings it into the job.
+Before: nothing. After: job.py, which brings it into the job.
 """
 
 import functools
-import importlib
 import inspect
 import os
 import re
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
 STEPS = int(os.environ["RING_DOCTOR_STEPS"])
@@ -44,16 +44,15 @@ class Recorder:
         self.steps: list[dict[str, Any]] = []
         self.called: dict[int, nn.Module] = {}  # the outermost modules
         self.optimizers: Any = weakref.WeakKeyDictionary()  # in the order in which they were made
-        self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
+        self.depth = 0  # calls of modules that have not returned
         self.stepping = ""  # the class of the optimizer that makes its step
         self.new_pass()
         self.new_step()
 
     def new_pass(self) -> None:
-        """Forget what was of the last forward pass."""
-        self.now: dict[str, Any] = {"whole_numbers": {}, "labels": [], "dtypes": set(), "sent": 0}
+        """Forget what was of the last forward pass. "calls" are the whole numbers of each outermost call."""
+        self.now: dict[str, Any] = {"calls": [{}], "labels": [], "sent": 0}
         self.random: list[bytes] = []  # the generators' states when it began
-        self.noted: set[str] = set()  # arguments of the outermost call in hand
 
     def new_step(self) -> None:
         """Forget what was of the last step.
@@ -69,50 +68,38 @@ class Recorder:
 
     def looks(self) -> bool:
         """Whether what is called now belongs to a forward pass of the training."""
-        return not self.backwards and (self.depth > 0 or torch.is_grad_enabled())
-
-    def begin_call(self, module: nn.Module) -> None:
-        """An outermost call. Messages before the first of a pass are none of the model's."""
-        self.noted = set()
-        self.called[id(module)] = module
-        move(module)
-        if not self.random:
-            self.random, self.now["sent"] = generators(), 0
+        return not in_backward() and (self.depth > 0 or torch.is_grad_enabled())
 
     def call(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call of a module: its whole numbers, and how large its output is."""
+        """A call of a module: its whole numbers, and how large its output is.
+
+        An argument is kept once in an outermost call, the tokens of a table by its shape.
+        """
         if not self.looks():
             return original(module, *args, **kwargs)
         if not self.depth:
-            self.begin_call(module)
+            self.now["calls"].append({})
+            self.called[id(module)] = module
+            move(module)
+            if not self.random:  # messages before the first call of a pass are none of the model's
+                self.random, self.now["sent"] = generators(), 0
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None):
             self.now["sent"] = float("inf")  # messages may be in its graph, where they are not seen
-        kind = type(module)
-        for name, x in (*zip([*inspect.signature(kind.forward).parameters][1:], args, strict=False), *kwargs.items()):
-            self.whole_numbers(f"{kind.__name__}.{name}", x)
+        kind = f"embedding {tuple(module.weight.shape)}" if isinstance(module, nn.Embedding) else type(module).__name__
+        names = [*inspect.signature(type(module).forward).parameters][1:]
+        for name, x in (*zip(names, args, strict=False), *kwargs.items()):
+            if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32) and x.dim() > 0:
+                self.now["calls"][-1].setdefault(f"{kind}.{name}", local(x).detach().to("cpu", copy=True))
         self.depth += 1
         try:
             out = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
         for x in [x for x in floats(out) if x.numel() > 1][:1]:  # a loss is that of a shard
-            self.now["dtypes"].add(str(x.dtype))
+            self.step["dtypes"].add(str(x.dtype))
             square = torch.linalg.vector_norm(local(x.detach()), dtype=torch.float64) ** 2
             self.sums[id(module)] = self.sums.get(id(module), 0.0) + square
         return out
-
-    def whole_numbers(self, key: str, x: Any) -> None:
-        """Keep the whole numbers of an argument, if it has some: once in an outermost call."""
-        whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
-        if whole and x.dim() > 0 and key not in self.noted:
-            self.noted.add(key)
-            self.now["whole_numbers"].setdefault(key, []).append(local(x).detach().to("cpu", copy=True))
-
-    def embedding(self, original: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tokens, and what else is looked up in a table. Tables are told apart by their shapes."""
-        if self.looks():
-            self.whole_numbers(f"embedding {tuple(weight.shape)}", input)
-        return original(input, weight, *args, **kwargs)
 
     def loss(self, original: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         """A loss of torch: its labels."""
@@ -134,30 +121,21 @@ class Recorder:
 
     def backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """A backward pass ends a forward pass; one inside of it (checkpointing) belongs to it."""
-        if not self.backwards:
+        if not in_backward():
             loss = sum(local(x.detach()).double().sum().item() for x in floats(tensors))
             self.step["passes"].append(self.now | {"loss": loss, "draws": self.random not in ([], generators())})
             self.new_pass()
-        self.backwards += 1
-        try:
-            original(tensors, *args, **kwargs)
-        finally:
-            self.backwards -= 1
+        original(tensors, *args, **kwargs)
 
     # At a step ----------------------------------------------------------------------------------------------------
 
-    def clip(self, original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first clipping: the gradients before it, and the norm that it returns or is given.
-
-        By infinity it only measures.
-        """
+    def clip(self, original: Any, parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+        """The first clipping: the gradients before it, and the norm. By infinity it only measures."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if clips := bool(self.step["passes"] and parameters) and self.step["norm"] is None and max_norm < float("inf"):
+        if self.step["passes"] and parameters and self.step["norm"] is None and max_norm < float("inf"):
             self.write("before", self.weights(), parameters)
-        out = original(parameters, max_norm, *args, **kwargs)
-        if clips:
-            self.step["norm"] = float(whole(kwargs.get("total_norm", args[:1] and args[0]) if out is None else out))
-        return out
+            self.step["norm"] = float(whole(total_norm))
+        original(parameters, max_norm, total_norm, *args, **kwargs)
 
     def made(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """An optimizer."""
@@ -167,7 +145,7 @@ class Recorder:
     def before_step(self, optimizer: Any, *_: Any) -> None:
         """The gradients that an optimizer gets are read. Those of others may be unfinished until their own step."""
         if self.step["passes"]:
-            if self.backwards:
+            if in_backward():
                 raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
             self.write("gradient", self.weights(), weights := in_groups([optimizer]))
             self.read |= set(map(id, weights))
@@ -209,12 +187,12 @@ class Recorder:
                 torch.save(whole(weight.grad).detach().to("cpu", copy=True), file)
 
     def end_step(self) -> None:
-        """What was seen of a step."""
+        """What was seen of a step. "later" are the weights whose optimizer made none."""
         names, named = {id(module): name for name, module in self.names("named_modules").items()}, self.weights()
-        sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
+        sums = {names[key] or "the model": x.cpu() for key, x in self.sums.items() if key in names}
         waiting = set(map(id, in_groups(self.optimizers))) - self.read
-        owned, later = ([name for name, x in named.items() if id(x) in of] for of in (self.read, waiting))
-        self.steps.append(self.step | {"modules": sums, "owned": owned, "later": later})
+        later = [name for name, x in named.items() if id(x) in waiting]
+        self.steps.append(self.step | {"modules": sums, "later": later})
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
@@ -222,12 +200,16 @@ class Recorder:
     def end(self) -> None:
         """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
         rank, world = place()
-        weights = {name: x for step in reversed(self.steps) for name, x in step["weights"].items()}  # the first seen
-        torch.save({"rank": rank, "steps": self.steps, "weights": weights}, file := FOLDER / f"seen-{rank}.tmp")
+        torch.save(self.steps, file := FOLDER / f"seen-{rank}.tmp")
         os.replace(file, FOLDER / f"seen-{rank:05}-of-{world:05}.pt")
         while not (FOLDER / "end").exists():  # should the doctor be killed, this process is too: job.py
             time.sleep(0.02)
         os._exit(0)  # no handler of the user's runs: it might write a file
+
+
+def in_backward() -> bool:
+    """Whether a backward pass calls this."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def in_groups(optimizers: Iterable[Any]) -> list[Any]:
@@ -281,23 +263,31 @@ def move(module: nn.Module) -> None:
 seen = Recorder()  # of this process
 
 
-def watch() -> None:
-    """Begin to note."""
-    optimizers = importlib.import_module("torch.optim.optimizer")
-    optimizers.register_optimizer_step_pre_hook(seen.before_step)
-    optimizers.register_optimizer_step_post_hook(seen.after_step)
-    around(optimizers.Optimizer, "__init__", seen.made)
+def failed(shown: Any, kind: Any, error: Any, frames: Any) -> None:
+    """Write the error that ends this process for job.py, which takes the earliest, before it is shown."""
+    said = [*traceback.format_tb(frames)[-2:], *traceback.format_exception_only(kind, error)]
+    rank = f"rank {os.environ['RANK']}\n" if "RANK" in os.environ else ""
+    (FOLDER / f"error-{time.time_ns()}-{os.getpid()}").write_text(rank + "".join(said), errors="replace")
+    shown(kind, error, frames)
+
+
+def begin() -> None:
+    """Begin to note: torch calls it at the end of its import. Without the doctor's folder, the job is to end."""
+    (FOLDER / f"torch-{os.getpid()}").touch()
+    sys.excepthook = functools.partial(failed, sys.excepthook)
+    register_optimizer_step_pre_hook(seen.before_step)
+    register_optimizer_step_post_hook(seen.after_step)
+    around(Optimizer, "__init__", seen.made)
     around(nn.Module, "__call__", seen.call)
-    around(nn.functional, "embedding", seen.embedding)
     around(nn.functional, "cross_entropy", seen.loss)
     around(nn.functional, "nll_loss", seen.loss)
-    around(nn.utils, "clip_grad_norm_", seen.clip)
     around(nn.utils, "clip_grads_with_norm_", seen.clip)
-    around(nn.utils.clip_grad, "clip_grad_norm_", seen.clip)
+    around(nn.utils.clip_grad, "_clip_grads_with_norm_", seen.clip)  # clip_grad_norm_ calls it
     around(torch.autograd, "backward", seen.backward)
     if torch.distributed.is_available():
-        functional = importlib.import_module("torch.distributed._functional_collectives")
-        for home in (torch.distributed.ProcessGroup, functional):
+        from torch.distributed import _functional_collectives
+
+        for home in (torch.distributed.ProcessGroup, _functional_collectives):
             for name in filter(SENDS.match, dir(home)):
                 around(home, name, seen.sent)
 

@@ -1,7 +1,7 @@
 """Which whole numbers went into model and loss: tokens, positions, labels. They tell mistakes without arithmetic.
 
-    whole_numbers(one, many, step)    the rows of both jobs, and which shard of which sequence each row is
-    other_data(whole)                 why the data of the two jobs cannot be compared
+    whole_numbers(one, many)          the rows of both jobs, and which shard of which sequence each row is
+    check_data(whole)                 raises CannotExamine where the two jobs have other data
     told(whole)                       the names that wrong labels, positions and tokens have
 
 A trusted row is a text of S tokens. A rank of the other job has rows of C tokens. Each is looked for in the texts, by
@@ -11,8 +11,10 @@ Before: job.py. After: verdict.py.
 Source: ringlab/ring/layouts.py for the layouts.
 """
 
-from collections import Counter
+from collections import ChainMap, Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_doctor.asking.case import LAYOUTS, positions
-from ring_doctor.jobs.job import Job
+from ring_doctor.asking.job import CannotExamine
 from ringlab.models.transformer import IGNORED
 
+Ranks = Sequence[dict[str, Any]]  # what each rank saw of a step: recorder.py
+Clue = tuple[str, str]  # the name of a mistake, or "", and what was seen
 UNKNOWN = -(2**62)  # a number that was not seen, or that is not asked for: it agrees with each
 
 
@@ -44,16 +48,11 @@ class Whole:
     rows: list[Row]  # the other one's
     layout: str  # in which every row is a shard of a text, or ""
     cp: int  # ranks that share a text
-    shards: list[tuple[int, int]]  # for each row: which text, and which shard of it. Empty where there is no layout
+    shards: list[tuple[Row, Row, int]]  # each row, its text, and which shard of it. Empty where there is no layout
 
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
-    """What a rank saw of the passes of a step."""
-    return list(seen["steps"][step]["passes"])
 
 
 def _as_rows(x: Tensor, tokens: Tensor) -> Tensor:
@@ -72,44 +71,41 @@ def _counts(x: Tensor) -> bool:
     return bool(x.shape[-1] > 1 and (x[..., 0] == 0).all() and ((steps == 1) | (x[..., 1:] == 0)).all() and x.max() > 0)
 
 
-def _rows(job: Job, step: int, tokens: str, at: str) -> list[Row]:
+def _rows(ranks: Ranks, tokens: str, at: str) -> list[Row]:
     """The rows of all ranks; `tokens` and `at` are the arguments that are tokens and positions."""
     rows: list[Row] = []
-    for rank, one in ((seen["rank"], one) for seen in job.ranks for one in passes(seen, step)):
-        calls, places = (one["whole_numbers"].get(key, []) for key in (tokens, at))
-        places = places if len(places) == len(calls) else [torch.empty(0)] * len(calls)
+    for rank, one in ((rank, one) for rank, seen in enumerate(ranks) for one in seen["passes"]):
+        calls = [call for call in one["calls"] if tokens in call]
         labels = torch.cat([torch.empty(0), *one["labels"]]).tensor_split(len(calls) or 1)
-        for x, *others in zip(calls, places, labels, strict=False):
-            x = torch.atleast_2d(x.long()).flatten(0, -2)
-            rows += map(Row, [rank] * len(x), x, *(_as_rows(of, x) for of in others))
+        for call, label in zip(calls, labels, strict=False):
+            x = torch.atleast_2d(call[tokens].long()).flatten(0, -2)
+            others = (_as_rows(of, x) for of in (call.get(at, torch.empty(0)), label))
+            rows += map(Row, [rank] * len(x), x, *others)
     return rows
 
 
-def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
+def whole_numbers(one: Ranks, many: Ranks, layout: str = "") -> Whole:
     """What went into both models at a step. `layout` is one of the user's own."""
-    first = {key: x[0] for seen in passes(one.ranks[0], step)[:1] for key, x in seen["whole_numbers"].items()}
+    first = ChainMap(*(call for seen in one[0]["passes"][:1] for call in seen["calls"]))
     counted = [key for key, x in first.items() if _counts(x)]
     tokens = next((key for key in first if key.startswith("embedding") and key not in counted), "")
     at = [key for key in counted if tokens and first[key].shape[-1] == first[tokens].shape[-1]]
-    texts, rows = (_rows(job, step, tokens, (at or [""])[-1]) for job in (one, many))
+    texts, rows = (_rows(ranks, tokens, (at or [""])[-1]) for ranks in (one, many))
     texts = list({str(row.tokens.tolist()): row for row in texts}.values())  # each rank may have all of them
-    for cp in divisors(len(many.ranks)):
-        for tried in (*LAYOUTS, layout or "contiguous") if cp > 1 else ("contiguous",):
-            found = [_find(row.tokens, texts, tried, cp) for row in rows]
-            shards = [shard for shard in found if shard is not None]
-            if rows and len(shards) == len(rows):
-                return Whole(texts, rows, tried, cp, shards)
+    for cp, tried in product(divisors(len(many)), (*LAYOUTS, layout or "contiguous")):
+        shards = [shard for row in rows if (shard := _find(row, texts, tried, cp))]
+        if rows and len(shards) == len(rows):
+            return Whole(texts, rows, tried, cp, shards)
     return Whole(texts, rows, "", 1, [])
 
 
-def _find(tokens: Tensor, texts: list[Row], layout: str, cp: int) -> tuple[int, int] | None:
-    """Which text, and which shard of it, these tokens (C,) are. A shard of padding is one token."""
-    C = len(tokens)
-    for shard in range(cp if layout != "zigzag" or C % 2 == 0 else 0):
-        for n, text in enumerate(texts):
-            right = _at(text.tokens, positions(layout, C * cp, shard, cp), UNKNOWN)
-            if _agree(right, tokens).all() and bool((right != UNKNOWN).any() or (tokens == tokens[0]).all()):
-                return n, shard
+def _find(row: Row, texts: list[Row], layout: str, cp: int) -> tuple[Row, Row, int] | None:
+    """A row, its text, and which shard of it the row is. A shard of padding is one token."""
+    tokens, C = row.tokens, len(row.tokens)
+    for shard, text in product(range(cp if layout != "zigzag" or C % 2 == 0 else 0), texts):
+        right = _at(text.tokens, positions(layout, C * cp, shard, cp), UNKNOWN)
+        if _agree(right, tokens).all() and bool((right != UNKNOWN).any() or (tokens == tokens[0]).all()):
+            return row, text, shard
     return None
 
 
@@ -126,29 +122,27 @@ def _tokens(rows: list[Row]) -> Counter[int]:
     return Counter(token for row in rows for token in row.tokens.tolist())
 
 
-def other_data(whole: Whole) -> str:
-    """Why the data of the two jobs cannot be compared, or ""."""
+def check_data(whole: Whole) -> None:
+    """Raise CannotExamine where the two jobs have other data."""
     wanted, asked = _tokens(whole.texts), _tokens(whole.rows)
-    if whole.layout and asked.total() < wanted.total() and len({n for n, _ in whole.shards}) < len(whole.texts):
-        return f"the step of the first job has {wanted.total()} tokens, that of the second {asked.total()}"
+    fewer = asked.total() < wanted.total() and len({id(text) for _, text, _ in whole.shards}) < len(whole.texts)
     copies = max(1, asked.total() // max(wanted.total(), 1))
     extra = asked - Counter({token: copies * count for token, count in wanted.items()})
-    if wanted and extra and not whole.layout:
-        said = f"{extra.total()} of the {asked.total()} tokens of the second job are none of the first job's step"
-        return f"{said}: other data, or another order of it; expected the same {wanted.total()} tokens, unshuffled"
-    return ""
+    if wanted and (fewer if whole.layout else extra):
+        said = f"the first job's step has {wanted.total()} tokens, that of the second job {asked.total()}"
+        raise CannotExamine(f"{said}, {extra.total()} of them others; expected the same data in the same order")
 
 
-def told(whole: Whole) -> list[tuple[str, str]]:
-    """(name, what was seen) of each mistake that the whole numbers show. Without a name, the numbers may be right."""
+def told(whole: Whole) -> list[Clue]:
+    """The mistakes that the whole numbers show. Without a name, the numbers may be right."""
     wanted, asked, found = _tokens(whole.texts), _tokens(whole.rows), []
     if asked and len(lost := wanted - asked) > 1:  # one may be padding
         return [("tokens_missing", f"{lost.total()} of {wanted.total()} tokens are on no rank")]
     for what, padding in (("label", IGNORED), ("position", UNKNOWN)):
         said, names = "", list[str]()  # of the first row that is wrong, and the names that fit all that are
-        for row, (n, shard) in zip(whole.rows, whole.shards, strict=False):  # no shards: no layout is known
+        for row, text, shard in whole.shards:
             places, own = positions(whole.layout, len(row.tokens) * whole.cp, shard, whole.cp), getattr(row, what)
-            right = _at(getattr(whole.texts[n], what), places, padding)
+            right = _at(getattr(text, what), places, padding)
             if (off := ~_agree(own, right)).any():
                 fits = [name for name, x in _believed(what, row, places, shard, whole).items() if _agree(own, x).all()]
                 names = [name for name in names if name in fits] if said else fits
@@ -163,7 +157,7 @@ def _believed(what: str, row: Row, places: Tensor, shard: int, whole: Whole) -> 
     C = len(places)
     if what == "label":
         return {"labels_per_shard": pad(row.tokens[1:], (0, 1), value=UNKNOWN).where(row.label != IGNORED, UNKNOWN)}
-    others = [name for name in LAYOUTS if name != whole.layout and (name != "zigzag" or C % 2 == 0)]
+    others = [name for name in LAYOUTS if name != "zigzag" or C % 2 == 0]
     return {
         "positions_missing": 0 * places,
         "rotated_twice": 2 * places,

@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,10 +70,9 @@ def examine_model(
 
         def run(P: int, move: str = "") -> Job:
             """What P ranks saw. Raises CannotExamine where one of them raises, dies or hangs."""
-            progress(f"{P} process{'es' * (P > 1)}")
             command = shlex.join([sys.executable, "-m", __name__, *map(str, (P, name, layout, device, vocab, seed))])
-            how: dict[str, Any] = {"steps": len(CALLS), "seconds": limit, "move": move, "paths": sys.path}
-            return run_job(command, Path(home, f"{P}{move}"), **how)
+            folder = Path(home, f"{P}-process{move and '-moved'}")
+            return run_job(command, folder, steps=len(CALLS), seconds=limit, move=move, paths=sys.path, tell=progress)
 
         began, limit = time.monotonic(), START + seconds
         one = run(1)
@@ -84,10 +82,8 @@ def examine_model(
             try:
                 many = run(P)
             except CannotExamine as failed:
-                how, *error = str(failed).splitlines()
-                said = "\n".join([how.partition(": ")[0], *error])  # without the command, which the user did not write
-                return Verdict(WRONG_RING, f"{name} fails with {P} processes: {said}")
-            found = compare(one, many, moved, len(CALLS), CALLS, layout)
+                return Verdict(WRONG_RING, f"{name} fails: {failed}")
+            found = compare(one, many, moved, CALLS, layout)
             if found.level == WRONG_RING:
                 found.says += f"; {name}, with {P} processes"
                 return found

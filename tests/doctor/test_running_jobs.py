@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from unittest import mock
@@ -75,7 +76,7 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         "gradients_times_p; 1 of 12 gradients are wrong (head.weight), × 3",
     ),
     "clipped, then summed": ([(SUM + CLIPS, CLIPS + SUM)], "clipped_before_sum; the ranks have other gradients when"),
-    "the norm of a rank's weights": ([(CLIP, "list(model.parameters())[rank::P], 0.5")], "clipped_per_rank; the norm"),
+    "the norm of a rank's weights": ([(CLIP, "list(model.parameters())[rank::P], 0.5")], "clipped_per_rank; clipping"),
     "rotated once more": (
         [(RING, RING.replace("(q, k", "(rotary(q, AT), rotary(k, AT)")), (AT, f"{AT}    global AT\n    AT = at\n")],
         "with another output is layers.0",
@@ -94,8 +95,8 @@ CANNOT = {
         [("    model = build()\n", "    model = build()\n    model.head.weight.data *= 1 + rank\n")],
         "rank 1 of the second job begins with other weights than the first job (head.weight); expected one seed",
     ),
-    "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
-    "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "first job has 48 tokens, that of the second 24"),
+    "other data": ([("manual_seed(5)", "manual_seed(6)")], "of them others; expected the same data in the same order"),
+    "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "step has 48 tokens, that of the second job 24, 0 of them"),
     "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "a model draws random numbers"),
     "an own class sums in its step": (
         [(SUM, ""), ("torch.optim.AdamW(", "Summing("), ("def train(", SUMMING)],
@@ -131,21 +132,22 @@ def ask(warm, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trusted(ask):
     one, moved = ask([], 1, start=sys.executable, steps=2), ask([], 1, steps=2, move="float64")
-    assert 1e-17 < (one.tensor("before", 0, "head.weight") - moved.tensor("before", 0, "head.weight")).norm() < 1e-12
+    change, right = (job.gradients("before", 0, "head.weight")[0] for job in (moved, one))
+    assert 1e-17 < (change - right).norm() < 1e-12
     return one, moved
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named(ask, trusted, mistake):
     edits, says = MISTAKES[mistake]
-    found = compare(trusted[0], ask(edits, P), trusted[1], 1)
+    found = compare(trusted[0], ask(edits, P), trusted[1])
     assert found.level == WRONG_RING
     assert says in found.line
 
 
 @pytest.mark.parametrize("change", HEALTHY)
 def test_a_right_job_is_healthy(ask, trusted, change):
-    found = compare(trusted[0], ask(HEALTHY[change], P), trusted[1], 1)
+    found = compare(trusted[0], ask(HEALTHY[change], P), trusted[1])
     assert (found.level, found.names) == (RIGHT, [])
     assert ("Every rank has all tokens" in str(found)) == (change == "nothing is shared out")
     zigzag = change not in ("another layout", "nothing is shared out")
@@ -156,21 +158,23 @@ def test_a_right_job_is_healthy(ask, trusted, change):
 def test_what_cannot_be_compared_is_said_by_name(ask, trusted, change):
     edits, says = CANNOT[change]
     with pytest.raises(CannotExamine) as error:
-        compare(trusted[0], ask(edits, P), trusted[1], 1)
+        compare(trusted[0], ask(edits, P), trusted[1])
     assert says in str(error.value)
 
 
 def test_state_that_outlives_a_step_is_seen_at_step_2(ask, trusted):
-    found = compare(trusted[0], ask([("optimizer.zero_grad()", "pass")], P, steps=2), trusted[1], 2)
+    found = compare(trusted[0], ask([("optimizer.zero_grad()", "pass")], P, steps=2), trusted[1])
     assert found.level == WRONG_RING
-    assert found.lines[0].startswith("Step 1 was right and step 2 is wrong")
+    assert found.line.endswith("; step 1 was right: look for state that it leaves behind")
 
 
 STEP = "    optimizer.step()\n"
 OF_ZERO = ("AdamW(model.parameters()", "AdamW(list(model.parameters())[rank::P]")
 TO_ONE = (SUM, SUM.replace("all_reduce(weight.grad)", "reduce(weight.grad, 0)"))
 SENT = "    for weight in model.parameters():\n        dist.broadcast(weight.data, 0)\n    optimizer.zero"
-KEPT = "SICK: rank 1 has other weights than rank 0 after step 1"
+KEPT = (
+    "SICK: rank 1 has another embedding.weight than rank 0: only some ranks had its right gradient in the step before"
+)
 DEALT = {  # right gradients are not on all ranks, and what is said at step 2
     "ZeRO-1, by hand": ([(SUM + CLIPS + STEP, ZERO), OF_ZERO, ("optimizer.zero", "model.zero")], "HEALTHY"),
     "rank 0 has the sums, and sends the weights": ([TO_ONE, ("    optimizer.zero", SENT)], "HEALTHY"),
@@ -183,9 +187,9 @@ DEALT = {  # right gradients are not on all ranks, and what is said at step 2
 def test_weights_that_only_some_ranks_make_are_compared_there(job, ask, trusted):
     edits, says = DEALT[job]
     found = ask(edits, P, steps=2)
-    assert compare(trusted[0], found, trusted[1], 2).line.startswith(says)
+    assert compare(trusted[0], found, trusted[1]).line.startswith(says)
     with pytest.raises(CannotExamine, match=r"its optimizer waits, or gets wrong gradients; .*ted --steps 2"):
-        compare(trusted[0], found, trusted[1], 1)
+        compare(trusted[0], replace(found, steps=found.steps[:1]), trusted[1])
 
 
 TEXT = torch.arange(8).flip(0)[None]
@@ -195,20 +199,28 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     """What is seen of a job of one rank: the gradient of its last weight is `size`, 3, in each step."""
     folder.mkdir()
     for at in range(steps):
-        torch.save(torch.tensor([size, 3.0]), folder / f"before-{at}-{names[-1]}-0.pt")
-    given = {key: [x] for key, x in {"embedding 0": TEXT, **dict(numbers)}.items()}
-    seen = {"whole_numbers": given, "labels": [], "loss": size, "draws": False, "sent": 0, "dtypes": set(dtypes)}
-    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set()}
-    weights = dict.fromkeys(names, torch.ones(2))
-    step |= {"later": [], "owned": [], "sending": "", "weights": weights}
-    return Job("", folder, [{"rank": 0, "weights": weights, "steps": [step] * steps}])
+        save(folder, size, 3.0, name=names[-1], step=at)
+    call = {"embedding 0": TEXT, **dict(numbers)}
+    seen = {"calls": [call], "labels": [], "loss": size, "draws": False, "sent": 0}
+    modules = {"layer": torch.tensor(size, dtype=torch.float64)}
+    step = {"passes": [seen], "norm": None, "modules": modules, "dtypes": set(dtypes), "later": [], "sending": ""}
+    return Job(folder, [[step | {"weights": dict.fromkeys(names, torch.ones(2))}]] * steps)
+
+
+def save(folder, *gradient, name="weight", step=0, rank=0, kind="gradient"):
+    torch.save(torch.tensor(gradient, dtype=torch.float64), folder / f"{kind}-{step}-{name}-{rank}.pt")
+
+
+def of_ranks(job, *changes, steps=1):
+    """The job, with what is other on each rank."""
+    return replace(job, steps=[[job.steps[0][0] | change for change in changes]] * steps)
 
 
 @pytest.mark.parametrize("lost", ["attention_mask", "weights"])
 def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
     """The model of the second job, on one rank, does not get it, and its output and its gradient are others."""
     one = small_job(tmp_path / "one", 1.0, numbers={f"Model.{lost}": TEXT > 2})
-    found = compare(one, small_job(tmp_path / "many", 2.0), None, 1)
+    found = compare(one, small_job(tmp_path / "many", 2.0), None)
     assert found.names == (["documents_lost"] if lost == "attention_mask" else [])
     assert ("gets no Model.attention_mask, as that of the first job" in found.says) == (lost == "attention_mask")
 
@@ -217,22 +229,20 @@ def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
 def test_of_a_job_without_tokens_the_gradients_are_judged(passes, tmp_path):
     """Its model takes none, or its step calls torch.autograd.grad, which is no pass that is seen."""
     jobs = [small_job(tmp_path / f"{x}", x, numbers={"embedding 0": TEXT.flip(1)}) for x in (1.0, 2.0)]
-    for job in jobs:
-        [step] = job.ranks[0]["steps"]
-        job.ranks[0]["steps"] = [step | {"passes": step["passes"][:passes], "dtypes": {"torch.float64"}}]
-    found = compare(*jobs, None, 1)
-    assert (found.level, found.names, "tokens     0, in no layout" in str(found)) == (WRONG_RING, [], True)
+    jobs = [of_ranks(job, {"passes": job.steps[0][0]["passes"][:passes]}) for job in jobs]
+    found = compare(*jobs, None)
+    assert (found.level, found.names) == (WRONG_RING, [])
+    assert "tokens     0, no known layout" in str(found)
 
 
 @pytest.mark.parametrize("sent", [7, 8])
 def test_a_ring_sends_two_numbers_of_each_token_at_least(sent, tmp_path):
     one, many = (small_job(tmp_path / name, size) for name, size in (("one", 1.0), ("many", 2.0)))
-    torch.save(torch.tensor([2.0, 3.0]), many.folder / "before-0-weight-1.pt")
-    [step] = many.ranks[0]["steps"]
-    numbers = [{"whole_numbers": {"embedding 0": [x]}, "sent": sent} for x in TEXT.chunk(2, dim=1)]
-    parts = [step | {"passes": [step["passes"][0] | of_rank]} for of_rank in numbers]
-    many.ranks[:] = [many.ranks[0] | {"rank": rank, "steps": [part]} for rank, part in enumerate(parts)]
-    assert compare(one, many, None, 1).names == ["ring_not_called"] * (sent < 8)
+    save(many.folder, 2.0, 3.0, rank=1)
+    [seen] = many.steps[0][0]["passes"]
+    passes = [seen | {"calls": [{"embedding 0": x}], "sent": sent} for x in TEXT.chunk(2, dim=1)]
+    many = of_ranks(many, *({"passes": [of_rank]} for of_rank in passes))
+    assert compare(one, many, None).names == ["ring_not_called"] * (sent < 8)
 
 
 @pytest.mark.parametrize(("off", "level"), [(2e-15, RIGHT), (3e-15, WRONG_RING)])
@@ -240,13 +250,13 @@ def test_a_gradient_below_a_hundredth_of_an_average_one_may_be_rounding_only(off
     """Allowed are 8 · 64 eps of a hundredth of √10 / √2."""
     one, many = (small_job(tmp_path / name, 1.0, names=["k", "weight"]) for name in ("one", "many"))
     for job, size in ((one, 1e-9), (many, 1e-9 + off)):
-        torch.save(torch.tensor([size, 0.0], dtype=torch.float64), job.folder / "before-0-k-0.pt")
-    assert compare(one, many, None, 1).level == level
+        save(job.folder, size, 0.0, name="k")
+    assert compare(one, many, None).level == level
 
 
 def test_outputs_with_other_padding_are_not_compared(tmp_path):
     many = small_job(tmp_path / "many", 2.0, numbers={"embedding 0": F.pad(TEXT, (0, 2))})
-    found = compare(small_job(tmp_path / "one", 1.0), many, None, 1)
+    found = compare(small_job(tmp_path / "one", 1.0), many, None)
     assert found.says.startswith("no output was compared: no module was seen, or the jobs pad to other lengths")
 
 
@@ -262,10 +272,10 @@ def test_wrong_gradients_without_a_name_are_told(where, tmp_path):
     modules, wrong, given, says = WRONG[where]
     one, many = (small_job(tmp_path / job, 1.0, names=[*wrong, "weight"]) for job in ("one", "many"))
     for job, gradient in ((one, (1.0, 3.0)), (many, given)):
-        job.ranks[0]["steps"][0]["modules"] = [(name, 1.0) for name in modules]
+        job.steps[0][0]["modules"] = dict.fromkeys(modules, torch.ones(()).double())
         for name in wrong:
-            torch.save(torch.tensor(gradient), job.folder / f"before-0-{name}-0.pt")
-    assert says in compare(one, many, None, 1).line
+            save(job.folder, *gradient, name=name)
+    assert says in compare(one, many, None).line
 
 
 @pytest.mark.parametrize(
@@ -278,45 +288,42 @@ def test_wrong_gradients_without_a_name_are_told(where, tmp_path):
 def test_another_dtype_in_the_second_job_is_told(dtypes, says, tmp_path):
     many = small_job(tmp_path / "many", 1.01, dtypes=dtypes)
     with pytest.raises(CannotExamine, match=says):
-        compare(small_job(tmp_path / "one", 1.0), many, None, 1)
+        compare(small_job(tmp_path / "one", 1.0), many, None)
 
 
 @pytest.mark.parametrize("names", [["weight", "adapter"], ["weight"]])
 def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
     one = small_job(tmp_path / "one", 1.0, names=["weight", "frozen", "head"])
     many = small_job(tmp_path / "many", 1.0, names=["head", "frozen", *names])
-    torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-head-0.pt")
+    save(many.folder, 1.0, 3.0, name="head")
     with pytest.raises(CannotExamine, match=f"{names[-1]} has a gradient in the second job only"):
-        compare(one, many, None, 1)
+        compare(one, many, None)
 
 
 CAUGHT = "import sys, traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()\n"
 FAILING = {  # scripts that fail, one after another, as ranks 0 and 1, and the end of what is shown
     "after an error that was caught": ([f"{CAUGHT}raise ValueError('a \\udcff')"], "')\n  | ValueError: a ?"),
-    "many lines": ([r"raise ValueError('\n'.join('ab' * 20))"], "\n  | ValueError: a" + "\n  | b\n  | a" * 6),
+    "many lines": (
+        [r"raise ValueError('\n'.join('ab' * 40))"],
+        "\n  | ValueError: a" + "\n  | b\n  | a" * 29 + "\n  | b",
+    ),
     "no Python": (["x = = 1"], "\n  | SyntaxError: invalid syntax"),
     "a rank that lost the other": (
-        ["raise OSError('Broken pipe')", "raise ValueError(1)"],
-        '\n  | rank 1\n  |   File "{}", line 1, in <module>\n  |     raise ValueError(1)\n  | ValueError: 1',
-    ),
-    "a user's sitecustomize": (
-        ["from os import environ as e\nraise OSError(e['PYTHONPATH'] + e['READ'])"],
-        "/mine, read",
+        ["raise OSError('Broken pipe')", "def fail():\n    raise ValueError(1)\nfail()"],
+        '\n  | rank 1\n  |   File "{0}", line 3, in <module>\n  |     fail()\n  |   File "{0}", line 2, in fail\n'
+        "  |     raise ValueError(1)\n  | ValueError: 1",
     ),
 }
 
 
 @pytest.mark.parametrize("failing", FAILING)
-def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path, monkeypatch):
-    (mine := tmp_path / "mine").mkdir()
-    (mine / "sitecustomize.py").write_text("import os\nos.environ['READ'] = ', read'")
-    monkeypatch.setenv("PYTHONPATH", str(mine))
+def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path, warm):
     scripts, shown = FAILING[failing]
     files = [tmp_path / f"{rank}" / "train.py" for rank in range(len(scripts))]
     for file, script in zip(files, scripts, strict=True):
         file.parent.mkdir()
         file.write_text(script)
-    command = "; ".join(f"RANK={rank} {sys.executable} {file}" for rank, file in enumerate(files))
+    command = "; ".join(f"RANK={rank} {warm} {file}" for rank, file in enumerate(files))
     with pytest.raises(CannotExamine) as error:
         run_job(command, tmp_path / "seen", seconds=100)
     assert str(error.value).endswith(shown.format(files[-1]))
@@ -325,42 +332,40 @@ def test_the_reason_of_a_job_that_failed_is_shown(failing, tmp_path, monkeypatch
 def test_gradients_of_zero_only_are_told(tmp_path):
     jobs = [small_job(tmp_path / name, 0.0) for name in ("one", "many")]
     for job in jobs:
-        torch.save(torch.zeros(2), job.folder / "before-0-weight-0.pt")
+        save(job.folder, 0.0, 0.0)
     with pytest.raises(CannotExamine, match=r"gradients of step 1 of the first job is 0; those that a closure"):
-        compare(*jobs, None, 1)
+        compare(*jobs, None)
 
 
 def test_a_weight_that_a_rank_lacks_is_told(tmp_path):
     one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
-    many.ranks.append(many.ranks[0] | {"rank": 1, "weights": {}})
     with pytest.raises(CannotExamine, match="the weight weight is not in both jobs, on all ranks"):
-        compare(one, many, None, 1)
+        compare(one, of_ranks(many, {}, {"weights": {}}), None)
 
 
 @pytest.mark.parametrize("number", [2.0, math.nan])
-@pytest.mark.parametrize("owned", [["weight"], []], ids=["rank 1's", "everybody's"])
-def test_a_gradient_may_be_wrong_on_one_rank(owned, number, tmp_path):
-    """The optimizer of this rank alone has the weight, or the optimizers of all ranks."""
+@pytest.mark.parametrize("owners", [[1], [0, 1]])
+def test_a_gradient_may_be_wrong_on_one_rank(owners, number, tmp_path):
+    """The optimizer of this rank alone has the weight, or the optimizers of both ranks."""
     one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
-    torch.save(torch.tensor([number, 3.0]), many.folder / "before-0-weight-1.pt")
-    of_rank_1 = many.ranks[0]["steps"][0] | {"owned": owned}
-    many.ranks.append(many.ranks[0] | {"rank": 1, "steps": [of_rank_1]})
-    found = gradients_of(one, many, None, 0, "before")
-    assert found["weight"].off == [1]
+    if 0 not in owners:
+        (many.folder / "gradient-0-weight-0.pt").unlink()
+    save(many.folder, number, 3.0, rank=1)
+    found = gradients_of(one, of_ranks(many, {}, {}), None, 0, "before")
+    assert (found["weight"].off, [*found["weight"].errors]) == ([1], owners)
 
 
 def test_a_small_rate_hides_weights_that_are_not_sent(tmp_path):
     """With a rate of 0 no weight moves. With a small one other weights have the right gradients."""
     one, many = (small_job(tmp_path / name, 1.0, steps=2) for name in ("one", "many"))
     for step in range(2):
-        torch.save(torch.tensor([2.0, 3.0]), many.folder / f"before-{step}-weight-1.pt")
-    many.ranks.append(many.ranks[0] | {"rank": 1, "steps": [*many.ranks[0]["steps"]]})
+        save(many.folder, 2.0, 3.0, step=step, rank=1)
+    many = of_ranks(many, {}, {}, steps=2)
     with pytest.raises(CannotExamine, match=r"the step of weight was not seen on all ranks.*; expected --steps 3"):
-        compare(one, many, None, 2)
-    many.ranks[1]["steps"][1] = many.ranks[1]["steps"][1] | {"weights": {"weight": torch.ones(2) + 1e-6}}
-    assert compare(one, many, None, 2).line.startswith(
-        "SICK: rank 1 has other weights than rank 0 after step 1 (weight)"
-    )
+        compare(one, many, None)
+    drifted = of_ranks(many, {}, {"weights": {"weight": torch.ones(2) + 1e-6}})
+    found = compare(one, replace(many, steps=[*many.steps[:1], *drifted.steps]), None)
+    assert found.line.startswith("SICK: rank 1 has another weight than rank 0: only some ranks had its right gradient")
 
 
 @pytest.fixture
@@ -406,14 +411,14 @@ def test_an_error_of_the_doctors_own_is_no_verdict(runs, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("CANNOT TELL: the doctor itself failed")
 
 
-WAITS = "touch $RING_DOCTOR_FOLDER/pid-$$; echo $$ > {0}; exec sleep 99"  # in a session of its own
+WAITS = "touch $RING_DOCTOR_FOLDER/torch-$$; echo $$ > {0}; exec sleep 99"  # in a session of its own
 FORKS = 'import os, time; os.fork() or (os.setsid(), open("{0}", "w").write(str(os.getpid())), time.sleep(99))'
 TILL = "while [ ! -s {0} ]; do sleep 0.05; done;"
 ENDS = {  # commands, seconds, and what is said
-    "sleep 99": (0.1, "had not ended after 0.1 s: no process of Python that reads PYTHONPATH"),
+    "sleep 99": (0.1, "had not ended after 0.1 s: no process has imported torch and its plugins"),
     f"setsid sh -c '{WAITS}' & {TILL} printf '\\377'; exit 4": (99, "(status 4): no process had made"),
-    f"{sys.executable} -c '{FORKS}'; {TILL} exit 4": (99, "(status 4): no process had"),
-    "cd $RING_DOCTOR_FOLDER; touch pid-999999999 seen-00000-of-00002.pt; sleep 99": (
+    f"{sys.executable} -c '{FORKS}'; {TILL} exit 4": (99, "(status 4): no process has"),
+    "cd $RING_DOCTOR_FOLDER; touch torch-999999999 seen-00000-of-00002.pt; sleep 99": (
         0.9,
         "0.9 s: only rank 0 had made step 3",
     ),
@@ -435,69 +440,61 @@ def test_a_job_that_waits_or_ends_is_told_and_leaves_no_process(job, tmp_path):
 
 def test_ranks_are_in_their_order_and_a_launcher_that_stays_is_ended(tmp_path):
     for rank in range(11):
-        torch.save({"rank": rank}, tmp_path / f"seen-{rank:05}-of-00011.pt")
+        torch.save([rank], tmp_path / f"seen-{rank:05}-of-00011.pt")
     job = run_job(f"mv {tmp_path}/*.pt $RING_DOCTOR_FOLDER; sleep 99", tmp_path / "seen", seconds=100)
-    assert [seen["rank"] for seen in job.ranks] == [*range(11)]
+    assert job.steps == [tuple(range(11))]
 
 
 @pytest.mark.parametrize(
     ("norms", "after", "says"),
     [
         ((5.0, 5.0), 1.0, "the gradients of 2 ranks are those of the first job"),
-        ((5.0, 4.0), 1.0, "clipped_per_rank; the norm for clipping is 5, 4, and that of the whole gradient 5"),
-        ((5 * 2**0.5,) * 2, 1.0, "gradients_over_root_p; the norm for clipping is 7.071, 7.071"),
-        ((7.0, 7.0), 1.0, "SICK: the norm for clipping is 7, 7, and that of the whole gradient 5"),
-        ((5.0, 5.0), 2.0, "whole gradient 5; wrong after clipping: weight"),
+        ((3.0, 4.0), 1.0, "clipped_per_rank; clipping spoils right gradients; 1 of 2 gradients are wrong (1 / the n"),
+        ((5 * 2**0.5,) * 2, 1.0, "gradients_over_root_p; 1 of 2 gradients are wrong (1 / the norm for clipping), × 0."),
+        ((7.0, 7.0), 1.0, "SICK: clipping spoils right gradients; 1 of 2 gradients are wrong (1 / the norm for clip"),
+        ((5.0, 5.0), 3.0, "SICK: clipping spoils right gradients; 1 of 2 gradients are wrong (weight)"),
     ],
 )
 def test_clipping_of_right_gradients_is_told(norms, after, says, tmp_path):
     """Also that of another rank than rank 0, and a norm that clips nothing."""
     one, many = (small_job(tmp_path / name, 1.0) for name in ("one", "many"))
-    torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-weight-1.pt")
-    [step] = many.ranks[0]["steps"]
-    one.ranks[0]["steps"] = [step | {"norm": 5.0}]
-    many.ranks[:] = [many.ranks[0] | {"rank": rank, "steps": [step | {"norm": x}]} for rank, x in enumerate(norms)]
-    torch.save(torch.tensor([after, 3.0]), many.folder / "gradient-0-weight-1.pt")
+    for rank, x in enumerate((1.0, after)):
+        save(many.folder, 1.0, 3.0, rank=rank, kind="before")
+        save(many.folder, x, 3.0, rank=rank)
+    one, many = of_ranks(one, {"norm": 5.0}), of_ranks(many, *({"norm": x} for x in norms))
     if after != 1:
         with pytest.raises(CannotExamine, match=r"the step of weight was not seen on all ranks"):
-            compare(one, many, None, 1)
-        torch.save(torch.tensor([after, 3.0]), many.folder / "gradient-0-weight-0.pt")
-    assert says in compare(one, many, None, 1).line
+            compare(one, many, None)
+        save(many.folder, after, 3.0)
+    assert says in compare(one, many, None).line
 
 
 def test_weights_of_an_optimizer_that_made_no_step_are_told(tmp_path):
     """In one step of two; then in both."""
     one, many = (small_job(tmp_path / name, 1.0, names=["other", "weight"], steps=2) for name in ("one", "many"))
-    steps = one.ranks[0]["steps"]
-    steps[0] = steps[0] | {"later": ["other"]}
-    assert compare(one, many, None, 2).level == RIGHT
-    steps[1] = steps[0]
+    [waits] = of_ranks(one, {"later": ["other"]}).steps
+    assert compare(replace(one, steps=[waits, one.steps[1]]), many, None).level == RIGHT
     with pytest.raises(CannotExamine, match=r"the step of other was not seen .*; expected --steps 3"):
-        compare(one, many, None, 2)
+        compare(replace(one, steps=[waits, waits]), many, None)
 
 
-COARSE = {0.019: "", 0.021: "Mistakes may hide: in float64, rounding may change a gradient by 5%", 0.19: "by 48%"}
-
-
-@pytest.mark.parametrize("change", [*COARSE, 0.21])
+@pytest.mark.parametrize("change", [0.019, 0.19, 0.21])
 def test_what_rounding_may_change_is_eight_times_what_a_unit_changes(change, tmp_path):
     one, many, moved = (small_job(tmp_path / f"{n}", 1.0 + change * (n == 2)) for n in range(3))
-    if change not in COARSE:
+    if change > 0.2:
         with pytest.raises(CannotExamine, match=r"nothing is wrong, but in float64, rounding .* by 53%"):
-            compare(one, many, moved, 1)
+            compare(one, many, moved)
         return
-    found = compare(one, many, moved, 1)
+    found = compare(one, many, moved)
     assert found.numbers["allowed"]["weight"] == pytest.approx(8 * change / 10**0.5, rel=1e-5)
-    assert COARSE[change] in str(found)
-    assert ("Mistakes may hide" in str(found)) == (change > 0.02)
 
 
 def test_a_weight_may_have_a_prefix_in_one_of_the_jobs(tmp_path):
     named = enumerate((["w"], ["base.w"], ["a.w", "b.w"]))
     plain, base, two = (small_job(tmp_path / f"{n}", 1.0, names=names) for n, names in named)
-    assert {compare(*jobs, None, 1).level for jobs in ((plain, base), (base, plain))} == {RIGHT}
+    assert {compare(*jobs, None).level for jobs in ((plain, base), (base, plain))} == {RIGHT}
     with pytest.raises(CannotExamine, match=r"the weight w is not in both jobs, on all ranks; expected one"):
-        compare(plain, two, None, 1)
+        compare(plain, two, None)
 
 
 FACTORS = {1: "", 3: "times_p", 1 / 3: "over_p", 3**0.5: "times_root_p", 3**-0.5: "over_root_p", 0.7: ""}
@@ -538,48 +535,44 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(reco
 
     step(*optimizers)  # without a backward pass: an optimizer makes its state
     one_pass()
-    seen.backwards = 1
-    with pytest.raises(RuntimeError, match="an optimizer steps during backward"):
-        step(optimizers[0])
-    seen.backwards = 0
     for module, optimizer in zip((body, head), optimizers, strict=True):
         assert not seen.steps  # the other has gradients, which may be its own
         for weight in module.parameters():
             weight.grad *= 3  # as ranks' gradients are summed
         step(optimizer)
-    assert [name for name, _ in seen.steps[0]["modules"]] == ["0.", "1."]
+    assert [*seen.steps[0]["modules"]] == ["0.", "1."]
     for name, weight in torch.nn.ModuleList([body, head]).named_parameters():
         assert torch.equal(weight.grad, torch.load(tmp_path / f"gradient-0-{name}-0.pt"))
     one_pass()
     optimizers[1].zero_grad()
     step(optimizers[0])
-    assert (seen.steps[1]["owned"], seen.steps[1]["later"]) == (["0.weight", "0.bias"], ["1.weight", "1.bias"])
+    assert seen.steps[1]["later"] == ["1.weight", "1.bias"]
     one_pass()
     for norm, most in ((3.0, math.inf), (1.0, 1.0), (2.0, 1.0)):  # the first only measures
-        seen.clip(lambda *_, norm=norm, **__: torch.tensor(norm), body.parameters(), max_norm=most)
+        seen.clip(lambda *_: None, body.parameters(), most, torch.tensor(norm))
         body.weight.grad *= most != 1
     step(*optimizers)
     assert torch.load(tmp_path / "before-2-0.weight-0.pt").all()
     assert not torch.load(tmp_path / "gradient-2-0.weight-0.pt").any()
-    assert (seen.steps[2]["norm"], seen.steps[2]["owned"]) == (1, ["0.weight", "0.bias", "1.weight", "1.bias"])
+    assert (seen.steps[2]["norm"], seen.steps[2]["later"]) == (1, [])
     (tmp_path / "end").touch()  # by the doctor, which reads a file as soon as it has its name
     with mock.patch.object(torch, "save", wraps=torch.save) as save, mock.patch.object(os, "_exit") as ended:
         recorder.Recorder.end(seen)
     ended.assert_called_once_with(0)
-    assert (save.call_args.args[1].suffix, torch.load(tmp_path / "seen-00000-of-00001.pt")["rank"]) == (".tmp", 0)
+    assert (save.call_args.args[1].suffix, len(torch.load(tmp_path / "seen-00000-of-00001.pt"))) == (".tmp", 3)
 
 
 def test_no_output_of_one_number_is_noted(recorder):
     """It is a loss, and that of a shard."""
     recorder.seen.call(lambda *_: torch.ones(1), torch.nn.Linear(2, 2), torch.ones(3).int())
-    assert (recorder.seen.sums, recorder.seen.now["whole_numbers"]["Linear.input"]) == ({}, [mock.ANY])
+    assert (recorder.seen.sums, recorder.seen.now["calls"][1:]) == ({}, [{"Linear.input": mock.ANY}])
 
 
 def test_messages_of_a_forward_pass_are_seen_but_for_weights(recorder):
     seen, home = recorder.seen, {"__name__": "torch.distributed.fsdp.x", "torch": torch}
     by_fsdp = FunctionType((lambda seen: seen.sent(max, torch.ones(9))).__code__, home)
     seen.sent(lambda *_: None, torch.ones(8))  # before the first call: weights
-    seen.begin_call(torch.nn.Linear(2, 2))
+    seen.call(lambda _: None, torch.nn.Linear(2, 2))
     by_fsdp(seen)
     seen.sent(lambda *_, **__: None, [torch.ones(5)], x=torch.ones(7).long())
     assert seen.now["sent"] == 5
@@ -617,7 +610,8 @@ POSITIONS = {  # the right ones of 8 tokens, and those of the ranks that have th
 def test_wrong_positions_are_named(name):
     right, of_ranks = POSITIONS[name]
     rows = [Row(r, *of, of[0]) for r, of in enumerate(zip(PLACES.chunk(2), of_ranks.chunk(2), strict=True))]
-    whole = Whole([Row(0, PLACES, right, PLACES)], rows, "contiguous", 2, [(0, 0), (0, 1)])
+    text = Row(0, PLACES, right, PLACES)
+    whole = Whole([text], rows, "contiguous", 2, [(rows[0], text, 0), (rows[1], text, 1)])
     assert [named for named, _ in told(whole)] == [name]
 
 
@@ -626,5 +620,6 @@ def test_other_labels_are_told_without_a_name(by):
     """They may be right: outputs of the ranks may be gathered in another way."""
     none, labels = torch.full((8,), UNKNOWN), PLACES + 10
     rows = [Row(r, at, none[:4], at + 10 + by) for r, at in enumerate(PLACES.chunk(2))]
-    whole = Whole([Row(0, PLACES, none, labels)], rows, "contiguous", 2, [(0, 0), (0, 1)])
+    text = Row(0, PLACES, none, labels)
+    whole = Whole([text], rows, "contiguous", 2, [(rows[0], text, 0), (rows[1], text, 1)])
     assert told(whole) == [("", "rank 0's label of token 0 is 30, expected 10")] * (by > 0)

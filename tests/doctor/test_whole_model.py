@@ -17,8 +17,8 @@ from ring_doctor.whole_models.whole_model import examine_model
 HOME = "tests.wrong.sick_models"
 SAYS = {  # what the first line of the report begins with, where {} is the function. A right one: pages/test_docs.py
     "means_and_sums": "loss_times_p; 1 of 4 gradients are wrong (the reported loss), × 3",
-    "no_backward_without_labels": "{} fails with 3 processes: the job ended too early (status",
-    "a_rank_that_waits": "{} fails with 3 processes: the job had not ended after ",
+    "no_backward_without_labels": "{} fails: the 3-process job ended too early (status",
+    "a_rank_that_waits": "{} fails: the 3-process job had not ended after ",
     "another_call": "no output was compared: no module was seen, or the jobs pad to other lengths; 1 of 2 gradients ",
 }
 REFUSED = {

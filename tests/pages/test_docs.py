@@ -326,7 +326,7 @@ def test_the_doctor_finds_the_step_of_the_page_healthy(tmp_path, warm, monkeypat
     file.write_text(f"{own}{STEP}\ndef build_model():\n    return Model(attention)\n")
     found = examine_model(f"{file}:step", layout="zigzag", vocab=WORDS, progress=(ran := []).append)
     assert str(found).startswith("HEALTHY")
-    assert ran == ["1 process", "1 process", "3 processes", "2 processes", "4 processes"]
+    assert ran == [f"the {P}-process{moved} job" for P, moved in ((1, ""), (1, "-moved"), (3, ""), (2, ""), (4, ""))]
     assert found.names == []
 
 

@@ -30,8 +30,7 @@ def answer(client):
     for at, output in enumerate(outputs, start=1):
         os.dup2(output, at)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    runpy.run_path(f"{sys.path[0]}/sitecustomize.py", run_name="sitecustomize")
-    importlib.import_module("ring_doctor_recorder").watch()
+    importlib.import_module("ring_doctor_recorder").begin()
     try:
         if module := sys.argv[0] == "-m":
             del sys.argv[0]
