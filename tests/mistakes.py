@@ -17,8 +17,7 @@ SAID = Path(__file__).with_name("said.txt")  # what is told is added to it where
 OTHERS = [  # what differs from run to run, or is told by others
     (r"0x[0-9a-f]+|-?\d{8,}|(?<=of call )\d+", "<number>"),
     (r"/\S*pytest-\S*?(?=[,;:]?(\s|$))", "<path>"),
-    (r"\.py, line \d+", ".py, line <n>"),
-    (r"(\w+Error)(?: in \S+, line <n>)?: .*", r"\1: ..."),
+    (r"(\w+Error): .*", r"\1: ..."),
 ]
 
 

@@ -395,8 +395,9 @@ def test_accelerate_prepares_a_loader_with_all_of_its_options():
     ours = SimpleNamespace(**given, device=6, dataloader_config=SimpleNamespace(data_seed=7))
     with mock.patch("ringlab.hugging_face.trainer.prepare_data_loader") as prepared:
         InRing.loader_of_ring(SimpleNamespace(accelerator=ours, rings=8, ring=9), "loader")
-    rest = {"put_on_device": True, "dispatch_batches": False, "data_seed": 7}
-    prepared.assert_called_once_with("loader", 6, 8, 9, **given, **rest)
+    prepared.assert_called_once_with(
+        "loader", 6, 8, 9, **given, data_seed=7, put_on_device=True, dispatch_batches=False
+    )
 
 
 def test_a_batch_is_padded_on_the_right():
