@@ -3,7 +3,6 @@
 P ranks share S tokens. Each keeps its C = S/P queries; K and V go round. In round t rank r has block j = (r - t) mod P,
 the K and V of rank j, and block j - 1 is on its way. In the backward pass the sums of dK and dV follow their block one
 round later, and a rank's own block comes last. Either way P - 1 hops are enough. Source: Liu et al., arXiv 2310.01889.
-    torchrun --nproc_per_node=4 trainable_ring.py  # trains one layer, and compares it with one process
     at = positions("zigzag", S, rank, P)  # this rank's tokens: to cut the sequence, and for rotary angles
     out = ring_attention(q, k, v, causal=True, layout="zigzag")  # its q and out (B, H, C, D), k and v (B, G, C, D)
 """
@@ -31,7 +30,7 @@ def visible(r, j, C, causal, layout):
 
 def scores(q, k, triangle):
     s = torch.einsum("bgnqd,bgkd->bgnqk", q, k) * q.shape[-1] ** -0.5  # N = H/G query heads share a K/V head
-    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if triangle else s
+    return s.masked_fill(s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf) if triangle else s
 
 
 def block_forward(q, k, v, triangle):
@@ -132,19 +131,20 @@ def train(attention, at, S):  # the losses of a layer that must look back: token
         yield loss.item()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # trains a layer with the ring, and compares it with one process
     if dist.get_node_local_rank(-1) < 0:
         raise SystemExit("start it with torchrun --nproc_per_node=4 trainable_ring.py")
-    dist.init_process_group()  # NCCL for GPUs, gloo for CPUs
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")  # gloo sums `gpus`
     rank, P, gpu = dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
     dist.all_reduce(gpus := torch.tensor(torch.cuda.device_count() - gpu), dist.ReduceOp.MIN)
-    torch.set_default_device(f"cuda:{gpu}" if gpus > 0 else "cpu")  # GPUs where every rank has one
+    torch.cuda.set_device(gpu if gpus > 0 else -1)  # GPUs where every rank has one; -1 chooses none
+    torch.set_default_device("cuda" if gpus > 0 else "cpu")
     S, sdpa = 16 * P, torch.nn.functional.scaled_dot_product_attention
     ring = list(train(lambda *qkv: ring_attention(*qkv, True, "zigzag"), positions("zigzag", S, rank, P), S))
     one = list(train(lambda *qkv: sdpa(*qkv, is_causal=True, enable_gqa=True), torch.arange(S), S))
     ok = max(abs(a - b) for a, b in zip(ring, one, strict=True)) < 1e-9 and ring[-1] < ring[0] / 2
     lines = [f"step {i:2}: loss of the ring {ring[i]:.9f}, of one process {one[i]:.9f}" for i in (0, 10, 20, 30)]
     if rank == 0:
-        print(*lines, "ok" if ok else "WRONG", sep="\n")
+        print(*lines, f"{'ok' if ok else 'WRONG'}, on {'GPUs' if gpus > 0 else 'CPUs'}", sep="\n")
     dist.destroy_process_group()
     raise SystemExit(0 if ok else 1)

@@ -24,6 +24,7 @@ from tests.every_way import Problem, assert_right_results, masks_of, problems, r
 from tests.models import test_generate as generation
 from tests.models import test_mesh as mesh
 from tests.models.test_transformer import errors
+from tests.ring import test_trainable_ring as trainable
 from tests.ring.test_fused_block import ORDERS, Near, ordered
 from tests.states import test_state_ring as states
 
@@ -89,6 +90,14 @@ def test_every_mask_and_layout(ranks, device, way, shape):
         for (mask, layout), dtype in zip(asked, dtypes, strict=False)
     ]
     assert_right_results(ranks, way, shape, each)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_file_that_you_copy(ranks, device, tmp_path, fused):
+    aten = "torch.ops.aten" if device == "cuda" else trainable.EMULATED
+    path = trainable.with_gpu_blocks(tmp_path, aten) if fused else str(trainable.FILE)
+    given = (*trainable.SIZES[:4], 16), torch.bfloat16
+    trainable.assert_whole(ranks(P, trainable.on_rank, path, *given), *given, fused_blocks=2 * P * fused)
 
 
 def in_order(context, i, way, shape, problems):

@@ -186,9 +186,8 @@ for C in (4, 64, 256):
     print(f"P = 4, C = {C:>3}: idle " + ", ".join(f"{layout} {100 * share:.1f}%" for layout, share in idle.items()))
     assert abs(idle["striped"] - (P - 1) / (P * (C + 1))) < 1e-6
     assert abs(idle["zigzag"]) < 1e-6
-    assert (
-        abs((1 - idle["zigzag"]) / (1 - idle["contiguous"]) - (2 * P - 1) / P) < 1.1 / C
-    )  # the same work, no idle time
+    gain = (1 - idle["zigzag"]) / (1 - idle["contiguous"])  # the same work, no idle time
+    assert abs(gain - (2 * P - 1) / P) < 1.1 / C
 
 
 # %% [markdown]

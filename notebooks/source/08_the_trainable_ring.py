@@ -153,7 +153,8 @@ print_source(ring.Ring.backward)
 # A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, gradients or none, mask and
 # layout: a hash of bytes, for Python's hash of a text differs between processes. One `all_reduce` finds the largest and the smallest. If
 # they differ, every rank raises the error. A GPU waits for the `all_reduce`. When your calls cannot differ, leave out its line, the line before, and
-# `or sum(both)`. The sums are float32 at least, also under autocast.
+# `or sum(both)`. The sums are float32 at least, also under autocast. There, give q, k and v in one dtype: rotary angles in float32 make q and k float32.
+# `group` is a process group; of a device mesh, `mesh.get_group()`. `torch.compile` computes the ring as it is, between two graphs; `fullgraph=True` raises.
 
 # %%
 print_source(ring.ring_attention)
@@ -188,7 +189,8 @@ print_source(ring.train)
 
 # %% [markdown]
 # A rank's loss is a **share** of the loss: the mean over its own tokens, times `len(at) / S`. So its gradients are shares too, and must be
-# **added up**, as `all_reduce` does. The last lines train twice, in the ring and on one process with PyTorch's attention. The losses must agree:
+# **added up**, as `all_reduce` does. The last lines train twice, in the ring and on one process with PyTorch's attention. The losses must agree. They run on GPUs
+# where each rank has one:
 
 # %%
 print("if __name__" + inspect.getsource(ring).partition("if __name__")[2])

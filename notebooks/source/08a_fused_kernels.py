@@ -154,8 +154,8 @@ for layout in ("contiguous", "zigzag"):
 # - `out` and `lse` of the block, in place of those of whole rows, give wrong gradients. With those of whole rows the blocks' gradients add up.
 # - A lse in base 2 must be made natural for the merge, and base 2 again for the backward call.
 # - Tensors with gaps may give wrong numbers: which ones, depends on the version.
-# - A GPU's flash kernel knows 16 bits only. Cast q, k, v, `out` and `d_out`, and widen what comes back. Each block's output is then rounded before it is
-#   merged; the lse stays in float32.
+# - A GPU's flash kernel knows 16 bits only. Each block's output is then rounded before it is merged; the lse stays in float32.
+#   [gpu_blocks.py](../examples/gpu_blocks.py) has these two functions for GPUs. It casts, and widens what comes back.
 #
 # [`fused_block.py`](../ringlab/ring/fused_block.py) does this for CPUs and GPUs, and takes plain tiles where no kernel can be trusted.
 #

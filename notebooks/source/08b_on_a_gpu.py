@@ -171,7 +171,7 @@ for computing in (5e-5, 5e-4, KERNEL):
 # | a message runs | in threads | as a kernel, in a stream of its own |
 # | `wait()` | stops the process | stops a stream |
 # | the first message | connects, in milliseconds | makes a communicator, in up to seconds: warm up |
-# | blocking `send`, `recv` | wait for each other | block a stream; a pair of ranks makes a communicator of its own |
+# | blocking `send`, `recv` | wait for each other | block a stream, one after the other |
 #
 # [The whole table](../docs/cluster.md#what-changes-against-gloo) is longer.
 #

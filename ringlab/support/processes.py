@@ -94,7 +94,7 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
             share_gpus(number, local_world_size)
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # else messages wait until attention leaves an SM free
         torch.cuda.set_device(device)
-        init = {"device_id": device, **init}  # else NCCL warns, and send and recv form communicators of their own
+        init = {"device_id": device, **init}  # else each pair of ranks that sends makes a communicator of its own
     if one_host:  # loopback always works
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more, the ranks compete for the cores

@@ -45,19 +45,22 @@ def on_rank(context, path, sizes, dtype, group_of=None):
         at = ring["positions"](layout, whole[0].shape[2], rank, world_size)
         moved = {name: x for name, x in (("causal", causal), ("layout", layout)) if x not in (False, "contiguous")}
         attention = partial(ring["ring_attention"], group=group, **moved)
-        with torch.autocast("cpu", torch.bfloat16):  # it rounds no product of this ring, also in a backward pass
-            found[causal, layout] = at, gradients(attention, *(x[:, :, at] for x in whole))
+        with torch.autocast(
+            context.device.type, torch.bfloat16
+        ):  # it rounds no product of this ring, also in a backward pass
+            mine = gradients(attention, *(x[:, :, at].to(context.device) for x in whole))
+            found[causal, layout] = at, [x.cpu() for x in mine]
     return found
 
 
-def assert_whole(of_ranks, sizes, dtype):
+def assert_whole(of_ranks, sizes, dtype, fused_blocks=0):
     for causal, layout in OPTIONS:
         at, mine = zip(*(of_rank[causal, layout] for of_rank in of_ranks), strict=True)
         order = torch.cat(at).argsort()
         assert torch.equal(torch.cat(at)[order], torch.arange(sizes[3]))
         results = [torch.cat(parts, dim=2)[:, :, order] for parts in zip(*mine, strict=True)]
         assert {x.dtype for x in results} == {dtype}
-        assert_four(results, expected_of_inputs(*sizes, dtype, causal=causal, fused_blocks=0))
+        assert_four(results, expected_of_inputs(*sizes, dtype, causal=causal, fused_blocks=fused_blocks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -70,6 +73,22 @@ def test_out_and_gradients(ranks, copied, world_size, dtype):
 def test_three_ranks_of_a_larger_job(ranks, copied):
     of_ranks = ranks(5, on_rank, copied, SIZES, torch.float64, [1, 2, 4])
     assert_whole([it for it in of_ranks if it], SIZES, torch.float64)
+
+
+def with_gpu_blocks(folder, aten):
+    """A copy with the blocks of examples/gpu_blocks.py, and with this for torch's kernels."""
+    own, blocks = FILE.read_text(), (ROOT / "examples/gpu_blocks.py").read_text().partition("import torch\n")[2]
+    rest = own[: own.index("def block_forward")], own[own.index("def hop(") :]
+    (folder / FILE.name).write_text(rest[0] + blocks.replace("torch.ops.aten", aten) + rest[1])
+    return str(folder / FILE.name)
+
+
+EMULATED = "__import__('tests.fake_gpu').fake_gpu.Kernels()"
+
+
+def test_blocks_for_gpus(ranks, tmp_path):
+    sizes, dtype = (*SIZES[:3], 36, 16), torch.bfloat16
+    assert_whole(ranks(3, on_rank, with_gpu_blocks(tmp_path, EMULATED), sizes, dtype), sizes, dtype, fused_blocks=2 * 3)
 
 
 def messages(context, path, whole):
@@ -170,34 +189,45 @@ def test_a_pass_without_gradients_takes_any_leaves(ranks, copied):
 STEPS = ["step  0", "step 10", "step 20", "step 30"]
 
 
-def own_run(context, path):
-    """The exit status of the file's own run, and what it prints, on a rank that has joined already."""
-    names = {"init_process_group": None, "destroy_process_group": None, "get_node_local_rank": context.rank}
+def own_run(context, path, gpus):
+    """Of a rank that has joined already, on a host with so many GPUs: the exit status of the file's own run, what it
+    prints, and what it asks of torch."""
+    answers = [(torch.cuda, "is_available", gpus > 0), (torch.cuda, "device_count", gpus)]
+    answers += [(dist, "get_node_local_rank", context.rank), (dist, "destroy_process_group", None)]
+    asked = (dist, "init_process_group"), (torch.cuda, "set_device"), (torch, "set_default_device")
     with ExitStack() as stack:
-        for name, value in names.items():
-            stack.enter_context(mock.patch.object(dist, name, return_value=value))
-        stack.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=1))  # not enough for two ranks
-        stack.callback(torch.set_default_device, None)
+        for home, name, answer in answers:
+            stack.enter_context(mock.patch.object(home, name, return_value=answer))
+        calls = [stack.enter_context(mock.patch.object(*of)) for of in asked]
         printed = stack.enter_context(redirect_stdout(io.StringIO()))
         with pytest.raises(SystemExit) as end:
             runpy.run_path(path, run_name="__main__")
-    return end.value.code, printed.getvalue()
+    return end.value.code, printed.getvalue(), [call.call_args.args[0] for call in calls]
 
 
 @pytest.mark.slow
-def test_its_own_run_can_fail(ranks, tmp_path):
-    (tmp_path / FILE.name).write_text(FILE.read_text().replace("out_j, weight)", "out_j, 0.5)"))
-    (status, printed), *others = ranks(2, own_run, str(tmp_path / FILE.name))
-    assert [status, *others] == [1, (1, "")]
-    assert [line.split(":")[0] for line in printed.splitlines()] == [*STEPS, "WRONG"]
-    assert len({*re.findall(r"\d\.\d{9}", printed)}) == 8  # those of the ring, and those of one process
+@pytest.mark.parametrize(("gpus", "share", "last"), [(1, "0.5", "WRONG, on CPUs"), (2, "weight", "ok, on GPUs")])
+def test_its_own_run(ranks, tmp_path, gpus, share, last):
+    """A run can fail. Two ranks compute on GPUs where there are two, each on its own; messages are then NCCL's."""
+    (tmp_path / FILE.name).write_text(FILE.read_text().replace("out_j, weight)", f"out_j, {share})"))
+    for rank, (status, printed, asked) in enumerate(ranks(2, own_run, str(tmp_path / FILE.name), gpus)):
+        lines = [line.split(":")[0] for line in printed.splitlines()]
+        assert (status, lines) == (int(gpus == 1), [*STEPS, last] if rank == 0 else [])
+        if rank == 0:  # the losses of the ring and of one process
+            assert len({*re.findall(r"\d\.\d{9}", printed)}) == (8 if gpus == 1 else 4)
+        assert asked == ["cpu:gloo,cuda:nccl", *((rank, "cuda") if gpus == 2 else (-1, "cpu"))]
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it(copied):
-    done = run(*TORCHRUN, "--nproc_per_node=2", copied)
+def test_torchrun_starts_it(copied, tmp_path):
+    """Where torch finds an accelerator, it would make a group for that one only; Apple's is no GPU of CUDA."""
+    (tmp_path / "start.py").write_text(f"""\
+import runpy, torch
+torch._C._get_accelerator = lambda *_: torch.device("mps")
+runpy.run_path({copied!r}, run_name="__main__")""")
+    done = run(*TORCHRUN, "--nproc_per_node=2", str(tmp_path / "start.py"))
     lines = [line.split(":")[0] for line in done.stdout.splitlines()]
-    assert (done.returncode, lines) == (0, [*STEPS, "ok"]), done.stderr
+    assert (done.returncode, lines) == (0, [*STEPS, "ok, on CPUs"]), done.stderr
 
 
 def test_without_torchrun_it_says_what_starts_it():
