@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -43,6 +44,19 @@ def test_intervals_hold_for_rows_that_were_left_out_of_every_fit():
     assert held >= 0.85 * len(known)
     told = f"tested on {len(known)} published times, their publisher left out: {held} ({held / len(known):.0%})"
     assert f"{told} fell into such an interval" == HELD
+
+
+def test_a_publisher_is_judged_by_the_rows_of_all_others():
+    """By a factor that is fitted on them, on which their ratios depend too."""
+    ratio, own = partial(Grade.ratio, framework=dict.fromkeys(FRAMEWORK, 2.0)), {}
+    with mock.patch.object(scoreboard, "fitted", return_value=ratio.keywords["framework"]) as fit:
+        found = left_out(times(MARKED))
+    for row in found:
+        own.setdefault(row[0].publisher, []).append(row)
+    for (publisher, rows), call in zip(own.items(), fit.call_args_list, strict=True):
+        others = [each for each in times(MARKED) if each.publisher != publisher]
+        assert (call.args, len(others) + len(rows)) == ((others,), len(times(MARKED)))
+        assert rows == [(each, ratio(each), intervals(others, ratio).get(each.kind)) for each, *_ in rows]
 
 
 def test_the_scoreboard_prints_what_it_shows_and_writes_what_the_planner_reads(tmp_path, monkeypatch, capsys):
