@@ -82,6 +82,7 @@ def said(report):
 
 SECOND = [  # after a right one
     answer(PLAIN, OK),
+    answer(UNEQUAL_CHUNKS, OK),
     answer(PLAIN, WRONG),
     answer(GROUPED, REFUSED),
     answer(GROUPED, FAILED),
@@ -131,6 +132,9 @@ CLAIMED = [  # a function, what is claimed, and the answers after a right one
     (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED)]),
     (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED), answer(GROUPED, OK)]),
     (with_everything, {}, []),
+    (with_everything, {"causal": False}, [answer(PLAIN, WRONG)]),
+    (odd_patients.with_sinks, {"shape": (1, 2, 2, 12, 4)}, []),
+    (odd_patients.with_sinks, {}, [answer(it, FAILED, says=f"no\n{it}") for it in (GROUPED, UNEQUAL_CHUNKS)]),
 ]
 
 
@@ -148,19 +152,30 @@ def of_p3(**case):
 KINDS = [answer(of_p3(causal=causal), WRONG, 0.5) for causal in (False, True, True)]  # of wrong answers, and others
 KINDS += [answer(of_p3(dtype=torch.bfloat16), WRONG, 0.5), answer(of_p3(batch=2), WRONG, 0.25), SECOND[0], RAISED]
 KINDS += [answer(of_p3(batch=batch), REFUSED, says="ValueError: no") for batch in (1, 2)]
+KINDS += [answer(Question(Case(1, 6)), OK), replace(KINDS[0], **of_results(dq=0.5))]
 TEXTS = {
     "text of all kinds": KINDS,
     "text of infinity": [answer(PLAIN, WRONG, math.inf)],
-    "text of 14 kinds": [answer(of_p3(batch=batch), WRONG) for batch in range(1, 15)],
+    **{f"text of {n} kinds": [answer(of_p3(batch=batch), WRONG) for batch in range(1, n + 1)] for n in (12, 14)},
 }
 XRAYED = {
     f"text with {of} X-ray": replace(headline(1, [answer(PLAIN, WRONG)]), xray=on_paper(Case(3, 12), steps))
     for of, steps in (("a right", RIGHT), ("a wrong", CATALOGUE["own_block_twice"].variants[0](RIGHT)))
 }
+NAMELESS = replace(XRAYED["text with a right X-ray"], diagnosis=None)
+TWICE = (Explanation((CATALOGUE["own_block_twice"],), id),) * 2
+XRAYED |= {"text of a right X-ray alone": NAMELESS}
+XRAYED |= {"text of one twice": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, explanations=TWICE))}
 THREE = headline(3, []).diagnosis.explanations
 REPORTS = {
     **XRAYED,
-    "three others": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, rest="dv", others=THREE)),
+    **{
+        f"{n} others": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, rest="dv", others=THREE[:n]))
+        for n in (2, 3)
+    },
+    "limited beside unequal chunks": Report(
+        Examination(PATIENT, [SECOND[0], answer(UNEQUAL_CHUNKS, FAILED)], limits=["x"]), None, ""
+    ),
     **{name: Report(Examination(PATIENT, answers), None, "none was taken") for name, answers in TEXTS.items()},
     **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
     **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
