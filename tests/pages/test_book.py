@@ -6,22 +6,17 @@ from unittest import mock
 import pytest
 
 from book import data
-from book.test_explorers import (
-    assert_as_printed,
-    assert_full_attention,
-    test_a_mistake_is_wrong_where_it_must_be,
-    test_the_running_result_is_attention_to_the_blocks_so_far,
-)
+from book import test_explorers as explorers
 from ring_doctor.catalogue import CATALOGUE
 from ring_planner import command
 from ring_planner.plan import digits
 from ring_planner.presets import GPUS
 
 pytestmark = pytest.mark.slow
-__all__ = [
-    "test_a_mistake_is_wrong_where_it_must_be",
-    "test_the_running_result_is_attention_to_the_blocks_so_far",
-]
+test_rounds, test_mistakes = (
+    explorers.test_the_running_result_is_attention_to_the_blocks_so_far,
+    explorers.test_a_mistake_is_wrong_where_it_must_be,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +28,7 @@ def numbers():
 
 def test_a_ring_ends_with_full_attention_or_says_why_not(numbers):
     for P in (3, 4):
-        assert_full_attention(P, 8, numbers[f"ring-{P}-8"])
+        explorers.assert_full_attention(P, 8, numbers[f"ring-{P}-8"])
     three, four = numbers["ring-3-8"], numbers["ring-4-8"]
     said = "8 tokens in the {} layout on 3 ranks; expected a multiple of {}"
     refused = {name: {"refused": said.format(name, n)} for name, n in {"zigzag": 6, "striped": 3}.items()}
@@ -62,7 +57,7 @@ def test_the_planners_page_has_what_its_command_prints(monkeypatch, capsys, mode
             assert (command.main(words.split()) == 0) == (found is not None)
             said = capsys.readouterr().out
             if found:
-                assert_as_printed(found, said)
+                explorers.assert_as_printed(found, said)
                 low, high, _ = found["interval"] or (0, 0, 0)
                 assert (f"{digits(low)} to {digits(high)} s" in said) == (found["interval"] is not None)
     if model == "llama-3.1-405b":  # 128 heads on 8: a hop is 6/5 of 2 · 8/128 of the FLOP/s over the bytes/s
