@@ -157,8 +157,9 @@ def _named(ones: Ranks, ranks: Ranks, found: Gradients, after: Gradients, wrong:
     if all(found[name].factor for name in wrong):
         factors = {("loss_" if name == LOSS else "gradients_") + found[name].factor for name in wrong}
         return [*((name, "") for name in sorted(factors)), ("", said)]
-    if NORM in found:
-        return [("" if found[NORM].alike else "clipped_per_rank", f"clipping spoils right gradients; {said}")]
+    if norm := found.get(NORM):
+        name = (norm.factor and f"gradients_{norm.factor}") if norm.alike else "clipped_per_rank"
+        return [(name, f"clipping spoils right gradients; {said}")]
     clues = [*told(whole), *_mean_of_means(ones, ranks)]
     if any(name for name, _ in clues):
         return clues
