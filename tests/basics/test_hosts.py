@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from unittest import mock
@@ -130,9 +131,11 @@ def test_each_process_may_see_its_own_gpu_alone(job_of_two_hosts, monkeypatch):
     with join_ring() as context:
         assert context.device == torch.device("cuda", 0)
         assert context.why == f"cuda with nccl: {ALONE}"
-    assert "NCCL_HOSTID" not in os.environ
     init = job_of_two_hosts.dist.init_process_group.call_args.kwargs
     assert (init["store"], init["rank"], init["world_size"]) == (store, 5, 8)
+    (few := store_of_hosts("GPU-c", "")).set_timeout(timedelta(seconds=1))
+    with join_ring(local_world_size=4, rank=1, world_size=2, store=few):  # two ranks of a pool of four
+        assert "NCCL_HOSTID" not in os.environ
 
 
 @pytest.mark.usefixtures("job_of_two_hosts")
