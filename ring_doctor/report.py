@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ring_doctor.mistakes import Mistake
 
 FEATURES = 5  # that were refused, in the verdict
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
-CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
+CHANGES = "asked again, or first in new processes, it gave different numbers to {} of the questions, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
 BETWEEN_RANKS = "Look for a race (no wait(), a shared buffer), a torch.empty() that is never filled, a counter, a cache"
 UNAWAITED = "A message for which nobody waits is read too early, or taken for the next one. Mend this, then ask again"
@@ -90,6 +91,7 @@ class Report:
             return f"SICK: {name} {draws}changes its answers from call to call{why}"
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
         shown = f"{names}, in {name}" if names else f"{name}: {self.finding}"
+        shown += ": no gradient comes out. For inference alone? Add --forward-only" if names == "no_gradient" else ""
         if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
             first = min(failed, key=lambda answer: (bool(answer.question.feature), answer.question.how != "plain"))
             feature, fine = first.question.feature, [answer.question for answer in answers if answer.state == OK]
@@ -111,7 +113,7 @@ class Report:
         first = next(iter(self.inference), Finding(f"wrong numbers with {wrong[0].question.words()}"))
         when = self.diagnosis.when if self.diagnosis else ""
         said = first.brief or first.says
-        return said if when in ("", ALWAYS) else f"{said}, {when}"
+        return shorten(said if when in ("", ALWAYS) else f"{said}, {when}", 140, placeholder=" ...")
 
     @property
     def limits(self) -> list[str]:
@@ -158,9 +160,8 @@ class Report:
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
-        names = [found.words for found in (diagnosis.explanations if diagnosis else ())]
-        if len(names) > FEW:
-            said.append(f"no question tells {len(names)} known mistakes apart")
+        if diagnosis and len(diagnosis.explanations) > FEW:
+            said.append(f"no question tells {len(diagnosis.explanations)} known mistakes apart")
         if diagnosis and diagnosis.rest:
             names = [found.words for found in diagnosis.others]
             cause = " or ".join(names) or "no known mistake"

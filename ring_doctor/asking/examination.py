@@ -137,6 +137,10 @@ def _ask_everything(
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
                 progress(f"{len(done) / total:4.0%}  {question.words()}" + (f": {answer.says}" if answer.says else ""))
+                if answer.state == WRONG and world_size not in {it.case.world_size for it in found.faults}:
+                    job.restart()  # what is kept from earlier calls would look like a condition of this question
+                    first = job.ask(question)
+                    answer.changes |= first.state in (OK, WRONG) and other_numbers(answer, first)
                 if answer.changes and not found.changes:
                     found.unawaited = job.ask(replace(question, watched=True)).unawaited
                 if answer.bad and question.how.startswith(BESIDE):

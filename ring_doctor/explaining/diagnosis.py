@@ -102,16 +102,14 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
         return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when_it_shows(telling))
     state, on_paper = examination.patient.state, _telling(answered)
     of_kind = latents.MISTAKES if state == LATENTS else STATES if state else CATALOGUE
-    mistakes = of_kind.values()
-    found, follow = _explain(on_paper, mistakes, progress)
+    found, follow = _explain(on_paper, of_kind.values(), progress)
     left = _left(found, wrong, follow) if len(found) <= FEW else {}
-    besides = _explain(_rest(on_paper, left), mistakes)[0] if left else []
+    besides = _explain(_rest(on_paper, left), of_kind.values())[0] if left else []
     when = when_it_shows([it for it in telling if it.state != WRONG or {*it.wrong} != {*left.get(it.question, ())}])
     when = "" if left and when == ALWAYS else when
     found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
-    return Diagnosis(
-        tuple(found), tuple(wrong), when, where_left(left, answered), tuple(besides), follow or bool(state)
-    )
+    rest = where_left(left, answered)
+    return Diagnosis(tuple(found), tuple(wrong), when, rest, tuple(besides), follow or bool(state))
 
 
 def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:

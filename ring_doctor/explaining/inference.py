@@ -46,8 +46,7 @@ LSE_IS_RIGHT = Finding(
 )
 GRADIENTS_ARE_RIGHT = Finding("out is wrong and all gradients are right", "what becomes of out after it was computed")
 OF_LARGE_SCORES = Finding(
-    "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
-    "of up to e^2",
+    "Scores of some hundreds show it: in 16 bits a score or an lse of 800 is off by up to 2, and a weight by e^2 times",
     "the dtype of the scores, of m and of lse",
 )
 DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
@@ -179,8 +178,7 @@ CALLS = "|".join((*COLLECTIVES, "barrier", "send", "recv"))
 CALL = re.compile(rf"\b({CALLS})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(")
 ALL_WAIT = {  # in the same call, where that is no collective
     "send": Finding(
-        "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
-        "or all use isend and irecv"
+        "Every rank waits in a send: even ranks must send first and odd ranks receive first, or all use isend and irecv"
     ),
     "recv": Finding(
         "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank",

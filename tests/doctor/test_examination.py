@@ -424,6 +424,12 @@ def keeps_heads(question, job):
     return WRONG if job.spoilt else OK
 
 
+def right_at_first(question, job):
+    """Wrong after any other call in the same processes."""
+    job.spoilt, before = True, job.spoilt
+    return answer(question, WRONG) if before else answer(question, OK, 0.0)
+
+
 def in_16_bits(to):
     steps = replace(RIGHT, block_out=lambda s, v: block_out(s, v).to(to).double())
     plain = lambda it: it.case.dtype == torch.bfloat16 and it.how == "plain"  # noqa: E731
@@ -547,6 +553,7 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "fails with gradients": (forward_only("RuntimeError: no"), {"worlds": 3, "dtypes": ("float64", "float32")}),
     "changes on one rank": (changing(1), TWO_WORLDS),
     "changes on 3 ranks": (changing(2), TWO_WORLDS),
+    "is right at first": (right_at_first, {"worlds": 3}),
     "waits for no message": (changing(2, unawaited=("ring.py, line 3 in f",)), TWO_WORLDS),
 }
 
@@ -691,7 +698,7 @@ ODD = [  # a ring, how the questions begin that it is asked, its claims; the lev
     ("draws", "twice", {}, "right", "It takes random numbers from torch's generator"),
     ("lse_with_gradient", "gradient of lse", LSE_ALONE, "right", ""),
     ("lse_without_gradient", "gradient of lse", LSE_ALONE, "right for what it takes", "error, of a loss that uses lse"),
-    ("gives_no_gradients", "C = 6", {}, "wrong", "SICK: no_gradient, in "),
+    ("gives_no_gradients", "C = 6", {}, "wrong", "no gradient comes out. For inference alone? Add --forward-only"),
     ("with_sinks", "attention sinks", {}, "right", ""),
     ("sinks_reduced", "attention sinks", {}, "right", "nothing may sum it once more"),
     ("sinks_per_block", "attention sinks", {}, "wrong", "SICK: sinks_per_block, in "),
