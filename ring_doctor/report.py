@@ -160,8 +160,11 @@ class Report:
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
-        if diagnosis and len(diagnosis.explanations) > FEW:
-            said.append(f"no question tells {len(diagnosis.explanations)} known mistakes apart")
+        names = [found.words for found in (diagnosis.explanations if diagnosis else ())]
+        if len(names) > FEW:
+            said.append(f"no question tells {len(names)} known mistakes apart")
+        elif len(names) > 1:
+            said.append(f"no question tells these explanations apart: {', '.join(names)}")
         if diagnosis and diagnosis.rest:
             names = [found.words for found in diagnosis.others]
             cause = " or ".join(names) or "no known mistake"
