@@ -104,7 +104,8 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     of_kind = latents.MISTAKES if state == LATENTS else STATES if state else CATALOGUE
     found, follow = _explain(on_paper, of_kind.values(), progress)
     left = _left(found, wrong, follow) if len(found) <= FEW else {}
-    besides = _explain(_rest(on_paper, left), of_kind.values())[0] if left else []
+    besides, of_rest = _explain(_rest(on_paper, left), of_kind.values()) if left else ([], True)
+    besides = [] if _left(besides, [of.answer for of in _rest(map(WrongAnswer, wrong), left)], of_rest) else besides
     when = when_it_shows([it for it in telling if it.state != WRONG or {*it.wrong} != {*left.get(it.question, ())}])
     when = "" if left and when == ALWAYS else when
     found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
@@ -193,7 +194,7 @@ def _left(found: list[Explanation], wrong: list[Answer], follow: bool) -> dict[Q
     return {question: names for question, names in left.items() if names}
 
 
-def _rest(answers: list[WrongAnswer], left: dict[Question, tuple[str, ...]]) -> list[WrongAnswer]:
+def _rest(answers: Iterable[WrongAnswer], left: dict[Question, tuple[str, ...]]) -> list[WrongAnswer]:
     """The right answers, and what is left of wrong ones, but where a wrong out that is explained changes it too."""
     rest = []
     for of in answers:

@@ -55,14 +55,14 @@ def unknown(name, of):
     return lambda: but(examined(variant(name), worlds=(3, 4)), lambda case, x: x | {"out": 1.7 * x["out"] + 0.1}, of)
 
 
-def with_result(name):
-    """A mistake of the forward pass, and one result changed in a way that has no name."""
+def with_result(name, mistake="scale_missing", other=lambda case, x: 1.7 * x + 0.1, worlds=(3,)):
+    """A mistake, and one result changed in a way that has no name."""
 
     def change(case, _):
-        results = compute(case, variant("scale_missing")(RIGHT))
-        return results | {name: 1.7 * results[name] + 0.1}
+        results = compute(case, variant(mistake)(RIGHT))
+        return results | {name: other(case, results[name])}
 
-    return lambda: but(examined(), change)
+    return lambda: but(examined(worlds=worlds), change)
 
 
 def on_ranks(name, ranks):
@@ -146,6 +146,7 @@ ODD, GROUPED = (CONDITIONS[f"with {of}"] for of in ("an odd number of tokens a r
 BOTH = ("other_way", "own_queries_only")
 OTHERS = {"two mistakes": BOTH, "two mistakes, one unknown": BOTH[:1], "other_way": BOTH}  # in place of KNOWN
 OF_LSE = ("lse_returned_in_base_2", "gradients_travel_other_way")
+OTHERS |= {"dv times 3 under a mask": ("gradient_scale_missing", "dk_dv_times_p")}  # with 3 ranks that is times P
 OTHERS |= {"of lse": OF_LSE[:1], "of lse and gradients": OF_LSE, "one NaN": ("positions_of_zigzag",)}
 KNOWN = (
     "mask_forgotten",
@@ -184,6 +185,9 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
     **{f"right: {case.words()}": beside_right(case) for case in (Case(3, 3), Case(1, 6), Case(3, 18))},
     "another dk": with_result("dk"),
     "another lse": with_result("lse"),
+    "dv times 3 under a mask": with_result(
+        "dv", "gradient_scale_missing", lambda case, x: 3 * x if case.causal else x, (3, 3, 4)
+    ),
     "it dies of unequal chunks": and_fails(UNEQUAL),
     "it hangs of unequal chunks": and_fails(UNEQUAL, hangs=True),
     "it dies": and_fails(""),
