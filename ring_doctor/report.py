@@ -160,7 +160,7 @@ class Report:
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
-        names = [found.words for found in (diagnosis.explanations if diagnosis else ())]
+        names = list(dict.fromkeys(it.words for it in (diagnosis.explanations if diagnosis else ())))
         if len(names) > FEW:
             said.append(f"no question tells {len(names)} known mistakes apart")
         elif len(names) > 1:
