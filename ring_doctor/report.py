@@ -185,8 +185,10 @@ def found_in(answer: Answer) -> str:
     name = max(share, key=share.__getitem__)
     error, allowed = answer.errors[name]
     lost = [each for each in answer.wrong if math.isinf(answer.relative[each])]
-    shares = [f"{each} {float(f'{100 * answer.relative[each]:.2g}'):g} %" for each in answer.wrong if each not in lost]
+    vast = [each for each in answer.wrong if 1e9 < answer.relative[each] < math.inf]
+    shares = [f"{each} {float(f'{100 * x:.2g}'):g} %" for each in answer.wrong if (x := answer.relative[each]) <= 1e9]
     said = [f"{', '.join(lost)}: NaN or infinite"] if lost else []
+    said += [f"{', '.join(vast)}: off by more than 1e9 times the norm, as where 0 is right"] if vast else []
     said += [f"off by {', '.join(shares)} of the norm"] if shares else []
     worst = f"one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"
     return "; ".join([*said, worst] if math.isfinite(error) else said)

@@ -203,9 +203,7 @@ def _rest(answers: Iterable[WrongAnswer], left: dict[Question, tuple[str, ...]])
         if not answer.wrong:
             rest.append(of)
         elif names and ("out" in names or "out" not in answer.wrong):
-            rest.append(
-                WrongAnswer(replace(answer, results=results, wrong={name: answer.wrong[name] for name in names}))
-            )
+            rest.append(WrongAnswer(replace(answer, results=results, wrong={n: answer.wrong[n] for n in names})))
     return rest
 
 

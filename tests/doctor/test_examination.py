@@ -218,6 +218,8 @@ def test_the_worst_share_is_told_and_a_wider_dtype_where_all_its_questions_are_r
     assert Report(Examination(PATIENT, [SECOND[0], wrong, causal]), None, "").remarks == ["It is imprecise in 16 bits."]
     worst = found_in(replace(wrong, errors=wrong.errors | {"dq": (9.0, 10.0)}))
     assert worst.endswith("one number of out is off by 2.5e-01, rounding allows 1.0e-09")
+    of_zero = found_in(replace(wrong, relative={"out": 5e15}))  # no share of the norm
+    assert of_zero.startswith("out: off by more than 1e9 times the norm, as where 0 is right; one number of out is")
 
 
 @pytest.mark.parametrize(
