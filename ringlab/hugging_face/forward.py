@@ -63,7 +63,7 @@ def check_kind(model: PreTrainedModel) -> None:
     if any(x.is_meta for x in model.parameters()):
         raise ValueError(f"{name} has weights on the meta device; expected loaded ones, to compute with")
     if model._compiled_call_impl:
-        raise ValueError(f"{name} is compiled; expected use_ring first, then compile: see examples/compiled.py")
+        raise ValueError(f"{name} is compiled; expected use_ring first, then compile: see docs/your_model.md, line 21")
     if config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder with a decoder; expected a decoder alone: the ring shares out one text")
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values()):

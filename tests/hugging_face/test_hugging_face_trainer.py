@@ -182,6 +182,15 @@ class AddsToIt(RingTrainer):
         return (out.loss + 1e-2) * self.accelerator.num_processes
 
 
+class DoublesInEvaluation(RingTrainer):
+    """Planted: a loss that is wrong in the second mode only."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss if model.training else 2 * loss
+        return (loss, outputs) if return_outputs else loss
+
+
 SFT = {"packed": {"packing": True, "eval_packing": False}, "padded, loss_type dft": {"loss_type": "dft"}}
 
 
@@ -194,6 +203,7 @@ def sft(kind, case):
     """A small run of TRL's Trainer, whose head computes in float32."""
     options = {"bf16": False, "max_length": 24, "gradient_accumulation_steps": 3}
     options |= {"optim": "sgd", "learning_rate": 0.1}  # AdamW would divide small gradients by themselves
+    options |= {"eval_strategy": "steps", "eval_steps": 2}  # before the last step: no number of it counts an evaluation
     data = {"train_dataset": Dataset.from_list(rows()), "eval_dataset": Dataset.from_list(rows())}
     with TemporaryDirectory() as folder:
         args = SFTConfig(folder, **{**OPTIONS, **options, **SFT[case]})
@@ -228,7 +238,7 @@ def refusals():
         found["predict"] = attempt(trainer.predict, rows())
         trainer.data_collator = lambda rows: {"input_ids": collate(rows)["input_ids"]}
         found["labels"] = attempt(trainer.evaluate)
-        found |= {kind.__name__: attempt(run, kind) for kind in (ShiftsAgain, AddsToIt)}
+        found |= {kind.__name__: attempt(run, kind) for kind in (ShiftsAgain, AddsToIt, DoublesInEvaluation)}
         found["unsummed"] = attempt(used, Unsummed, ["evaluate", "train"])
         found["model_init"] = attempt(
             RingTrainer, args=trainer.args, model_init=tiny.model, train_dataset=rows(), data_collator=collate
@@ -347,7 +357,7 @@ def test_sft_has_the_numbers_and_weights_of_one_process(ring):
 
 
 SAID = {name: f"{name} is .*expected a Trainer without it" for name in (*REFUSED, *FUNCTIONS, "model_init")}
-SAID |= {name: f"compute_loss of {name} gives " for name in ("ShiftsAgain", "AddsToIt")}
+SAID |= {name: f"compute_loss of {name} gives " for name in ("ShiftsAgain", "AddsToIt", "DoublesInEvaluation")}
 SAID |= {
     "DPO": "^OfPairs has a loss over whole texts; expected a Trainer without it$",
     "unsummed": "the model in training is in nothing that sums gradients",
@@ -423,9 +433,6 @@ def test_only_the_trainer_of_trl_needs_trl(monkeypatch):
 
 # The examples ----------------------------------------------------------------------------------------------------
 
-SHARED = {"tiny", "compare"}
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
-
 
 @contextmanager
 def small():
@@ -451,11 +458,11 @@ def example(context, name, folder, steps=2):
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
         quick = partial(torch.compile, backend="eager")  # traced as always, and no kernel is made of it
         stack.enter_context(mock.patch.object(torch, "compile", quick))
-        exec((EXAMPLES / f"{name}.py").read_text(), {})
+        exec(compare.script(name), {})
     return kept[0]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", compare.ALONE)
 def test_an_example_trains_as_one_process_does(pool, name, tmp_path):
     function, arguments, allowed = compare.ALONE[name]
     with small():
@@ -489,8 +496,9 @@ def test_the_table_allows_what_rounding_does_and_no_more(monkeypatch, loss, weig
 
 def test_the_page_has_a_line_for_each_example_which_says_how_it_is_started():
     page = (EXAMPLES / "README.md").read_text()
-    assert sorted({*re.findall(r"^\| \[(\w+)\.py\]", page, flags=re.MULTILINE)}) == SCRIPTS
-    for name in SCRIPTS:
+    scripts = {name.partition(",")[0] for name in compare.ALONE}
+    assert {*re.findall(r"^\| \[(\w+)\.py\]", page, flags=re.MULTILINE)} == scripts
+    for name in scripts:
         assert f"torchrun --nproc_per_node=4 examples/{name}.py" in (EXAMPLES / f"{name}.py").read_text()
 
 
