@@ -188,7 +188,7 @@ def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
         return
     where = "everywhere" if bad.all() else "in some places"
     if wrong.case.inputs == "large":
-        look = "exp: e^s overflows unless the largest score of the row is subtracted first"
+        look = "exp: subtract the row's largest score so far, which begins at -inf: else e^s overflows, or all are 0"
         yield Fact("where scores are large", look)
     if not wrong.case.visible().all():
         yield Fact(where, "the merge of a block of which a query sees no key: -inf - (-inf) is NaN", order=1)
