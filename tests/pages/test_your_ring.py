@@ -75,20 +75,23 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
 
 
 def gathered(context):
-    """What is noted of a collective of 8 bytes a rank, and of a message of 12 bytes to the next rank."""
+    """What is noted of a collective of 8 bytes a rank, and of messages of 12 bytes in a part of the job."""
     r, P = context.rank, context.world_size
+    part = dist.new_group([0, 2])
     with Watch() as watch:
         dist.all_gather_into_tensor(torch.empty(2 * P), torch.ones(2))
-        sent = dist.isend(torch.ones(3), (r + 1) % P)
-        dist.recv(torch.empty(3), (r - 1) % P)
-        sent.wait()
-    return {(each.kind, each.bytes) for each in watch.messages}
+        if r != 1:
+            sent = dist.isend(torch.ones(3), 2 - r, group=part)
+            dist.recv(torch.empty(3), 2 - r, group=part)
+            sent.wait()
+    return {(each.kind, each.peer, each.bytes) for each in watch.messages}
 
 
 def test_of_a_collective_the_largest_tensor_counts(ranks):
-    for of_rank in ranks(3, gathered):
-        assert {size for kind, size in of_rank if "gather" in kind} == {24}  # not the 8 bytes of the smallest
-        assert {size for kind, size in of_rank if kind in ("send", "recv")} == {12}
+    for rank, of_rank in enumerate(ranks(3, gathered)):
+        assert {size for kind, _, size in of_rank if "gather" in kind} == {24}  # not the 8 bytes of the smallest
+        single = {(kind, peer, size) for kind, peer, size in of_rank if kind in ("send", "recv")}
+        assert single == ({(kind, 2 - rank, 12) for kind in ("send", "recv")} if rank != 1 else set())
 
 
 @pytest.mark.parametrize(("number", "hops"), [(2, 3), (3, 3 + 3 + 4), (6, 3 + 3 + 4)])
