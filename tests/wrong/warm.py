@@ -11,6 +11,7 @@ import runpy
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 FILE_AND_ENVIRONMENT = 2**20  # bytes, at most
 
@@ -31,14 +32,16 @@ def answer(client):
         os.dup2(output, at)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     importlib.import_module("ring_doctor_recorder").begin()
+    status = b"0"
     try:
         if module := sys.argv[0] == "-m":
             del sys.argv[0]
         (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
-        client.send(b"0")
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        client.send(b"1")
+        status = b"1"
+    with suppress(BrokenPipeError):  # who asked has been ended
+        client.send(status)
 
 
 def serve(at):
