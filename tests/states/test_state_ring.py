@@ -116,7 +116,10 @@ def results_on_rank(problem, rank, P, device="cpu"):
     mine = {n: y.clone() if n == "state" else y[:, :, at] for n, y in x.items() if y is not None}
     mine = {n: y.to(device).requires_grad_() for n, y in mine.items()}
     with mock.patch.object(state_ring, "in_chunks", functools.partial(alone.in_chunks, size=4)):
+        with torch.inference_mode():  # an evaluation may come first: what it keeps must serve training
+            evaluated, _ = ring_linear_attention(**mine, **problem.options)
         out, last = ring_linear_attention(**mine, **problem.options)
+    assert torch.equal(evaluated, out)
     results, given = [out], [d_out[:, :, at].to(device)]
     if last is not None:
         assert last.untyped_storage().nbytes() == last.nbytes  # no view that keeps the states of all chunks
