@@ -93,7 +93,8 @@ print_source(ring.positions, ring.visible)
 # ## What is computed
 #
 # Two functions compute a block, forward and backward. **A fused kernel goes here**: [8a](08a_fused_kernels.ipynb) replaces both. The letters of `einsum` are
-# the shapes: $N = H/G$ query heads `n` share a K/V head `g`. So K and V are never repeated, and dK and dV are summed over `n`.
+# the shapes: $N = H/G$ query heads `n` share a K/V head `g` ([grouped queries](../docs/glossary.md#gqa)). To `g`, the queries of its heads are just more rows.
+# So K and V are never repeated, a hop sends $G/H$ of their bytes, and dK and dV are summed over `n`.
 
 # %%
 print_source(ring.scores, ring.block_forward, ring.block_backward)

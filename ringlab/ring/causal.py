@@ -23,7 +23,7 @@ mask: query i sees keys 0 ... i, counted among those that are left.
         idle: 0% here, 0.0% with 1024 tokens
     ...
 
-Before: layouts.py. After: grouped_query.py, fewer heads of K and V.
+Before: layouts.py. After: fused_block.py, kernels for a block.
 Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2.
 """
 

@@ -17,7 +17,7 @@ out and d_out must have q's strides, always.
 Shapes: q, out and d_out (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse (B, H, Sq), natural logarithm, of
 the *whole* rows in a backward pass. Rows have one length D: fused_block.py pads shorter ones.
 
-A reader of the ring may skip this file. Before: grouped_query.py. After: fused_block.py, which calls these.
+A reader of the ring may skip this file. Before: causal.py. After: fused_block.py, which calls these.
 Source: PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`, `..._efficient_attention`,
 `..._cudnn_attention`, their `_backward`, and `_fused_sdp_choice`.
 """

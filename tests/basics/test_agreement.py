@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
-from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring import backward, flash_ring, overlap
 from ringlab.ring.layouts import Layout
 from ringlab.support import agreement, exchange, pipes
 from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree_same, home_of, of_every_rank, one_pass
@@ -87,7 +87,6 @@ FUNCTIONS = [
     ring_attn.ring_attention,
     overlap.ring_attention,
     backward.ring_attention,
-    grouped_query.ring_attention,
     flash_ring.scaled_dot_product_attention,
 ]
 

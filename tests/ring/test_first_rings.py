@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlab.basics.blockwise_attention import attend
-from ringlab.ring import backward, grouped_query, overlap
+from ringlab.ring import backward, overlap
 from ringlab.ring.causal import visible_pairs, visible_slice
 from ringlab.ring.layouts import LAYOUTS, positions, rotary, shard, unshard
 from ringlab.ring.overlap import hidden_share, seconds
@@ -93,22 +93,15 @@ def test_the_demonstration_tells_what_each_ring_waits_for(capsys):
     assert found == [("blocking", "3.0000"), ("overlapped", "1.0000")]
 
 
-# Backward, with grouped queries too: the gradients of every rank, and the bytes sent ---------------------------------
+# Backward: the gradients of every rank, and the bytes sent ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ring", "sizes", "dtype"),
-    [
-        (backward.ring_attention, (2, 3, 3, 37, 5), torch.float64),
-        (backward.ring_attention, (1, 2, 2, 300, 32), torch.bfloat16),
-        (grouped_query.ring_attention, (2, 8, 1, 37, 6), torch.float32),
-        (grouped_query.ring_attention, (2, 8, 4, 37, 6), torch.bfloat16),
-        (grouped_query.ring_attention, (2, 8, 2, 37, 6), torch.float64),
-    ],
-    ids=["mha", "mha in 16 bits", "mqa", "gqa in 16 bits", "gqa"],
-)
-def test_gradients(ranks, world_size, ring, sizes, dtype):
-    assert_gradients(ranks, world_size, *sizes, dtype, ring=ring)
+GRADIENTS = [((2, 3, 3, 37, 5), torch.float64), ((1, 2, 2, 300, 32), torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), GRADIENTS, ids=str)
+def test_gradients(ranks, world_size, sizes, dtype):
+    assert_gradients(ranks, world_size, *sizes, dtype, ring=backward.ring_attention)
 
 
 @pytest.mark.usefixtures("alone")
@@ -128,23 +121,19 @@ def test_a_row_that_saw_no_key_has_no_gradient():
     assert not d_v.isnan().any()
 
 
-# Grouped queries -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ring", "kv_heads"),
-    [(grouped_query.ring_attention, 2), (grouped_query.ring_attention, 1), (backward.ring_attention, 8)],
-)
-def test_fewer_kv_heads_are_fewer_bytes(ranks, world_size, ring, kv_heads):
-    P, B, C, D = world_size, 2, 4, 6
-    four = grouped_inputs(B, 8, kv_heads, C * P, D, torch.bfloat16)
-    numbers = 2 * B * kv_heads * C * D  # in K and V of a block; each has 2 bytes, its gradient 4
+def test_bytes(ranks, world_size):
+    P, B, H, C, D = world_size, 2, 3, 4, 6
+    four = grouped_inputs(B, H, H, C * P, D, torch.bfloat16)
+    numbers = 2 * B * H * C * D  # in K and V of a block; each has 2 bytes, its gradient 4
     backwards = (P - 1) * numbers * (2 + 4)
     sent = [
         [sum(it.bytes for it in messages if it.kind == "send") for messages in passes]
-        for passes in ranks(P, messages_of_ring, ring, [C] * P, *four)
+        for passes in ranks(P, messages_of_ring, backward.ring_attention, [C] * P, *four)
     ]
     assert sent == [[(P - 1) * numbers * 2, backwards]] * P
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
 
 
 worlds = st.integers(1, 8)

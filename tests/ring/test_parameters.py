@@ -28,7 +28,7 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import scatter
 from ringlab.models.transformer import Config
-from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring import backward, flash_ring, overlap
 from ringlab.ring.chosen_keys import choose_keys
 from ringlab.ring.documents import document_lengths, pack
 from ringlab.ring.latent_ring import ring_latent_attention
@@ -51,7 +51,6 @@ RINGS = {
     "ring_attn": ring_attn.ring_attention,
     "overlap": overlap.ring_attention,
     "backward": backward.ring_attention,
-    "grouped_query": grouped_query.ring_attention,
     "scaled_dot_product_attention": flash_ring.scaled_dot_product_attention,
     "ring": flash_ring.ring_flash_attention,  # with other schedules: tests/ways/test_schedules.py
 }
@@ -210,7 +209,7 @@ BAD_TO_RINGS = [
     (ring_attention, GRADIENTS),
     (overlap.ring_attention, GRADIENTS),
     (backward.ring_attention, BAD["k and v"]),
-    (grouped_query.ring_attention, BAD_GROUPS["no multiple"]),
+    (flash_ring.ring_flash_attention, BAD_GROUPS["no multiple"]),
 ]
 
 

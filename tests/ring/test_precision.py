@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ring_attn
 import trainable_ring
-from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring import backward, flash_ring, overlap
 from ringlab.ring.latent_ring import ring_latent_attention
 from tests.attention import assert_four, expected, gradients, grouped_inputs
 from tests.every_way import attention_of, cut, name_of, ranks_of, whole
@@ -33,7 +33,6 @@ RINGS = {
     "ring_attn": ring_attn.ring_attention,
     "overlap": overlap.ring_attention,
     "backward": backward.ring_attention,
-    "grouped_query": grouped_query.ring_attention,
     "trainable_ring": trainable_ring.ring_attention,
     "flash_ring": flash_ring.ring_flash_attention,
     "latent_ring": of_latents,
