@@ -60,7 +60,7 @@ def _mask(ax: Axes, x: float, y: float, layout: str) -> None:
 
 def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
     """A bar for each rank: the block it computes on in each round, then its wait for the busiest."""
-    pairs = visible_pairs(layout, S, P)  # (rounds, ranks)
+    pairs = visible_pairs([positions(layout, S, rank, P) for rank in range(P)])  # (rounds, ranks)
     lasts = pairs.max(dim=1).values.tolist()
     for rank in range(P):
         left, top = x, y + (BAR + 6) * rank

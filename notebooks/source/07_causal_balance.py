@@ -30,7 +30,7 @@ from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
-from ringlab.ring.causal import visible_slice
+from ringlab.ring.causal import idle_share, visible_pairs, visible_slice
 from ringlab.ring.layouts import LAYOUTS, NAMED, pad, positions, rotary
 
 P = 4
@@ -43,21 +43,13 @@ exact = naive_attention(x, x, x, causal=True)
 # Rank 0 holds tokens 0 and 1, rank 1 holds tokens 2 and 3, and so on. In [round](../docs/glossary.md#round) $t$, rank $r$
 # computes on [block](../docs/glossary.md#block) $(r - t) \bmod P$. How many (query, key) pairs does the mask leave to it? A
 # round lasts until its busiest rank is done, because the other ranks wait for its block. The last column is that time,
-# counted in pairs.
+# counted in pairs. `at[r]` says where the tokens of rank r stand; `idle_share` is the share of the time in which ranks wait.
+
+# %%
+print_source(visible_pairs, idle_share)
 
 
 # %%
-def visible_pairs(at: list) -> torch.Tensor:
-    """The pairs of each round (a row) and rank (a column); at[r] is where the tokens of rank r stand in the sequence."""
-    P = len(at)
-    return torch.tensor([[(at[(r - t) % P] <= at[r][:, None]).sum() for r in range(P)] for t in range(P)])
-
-
-def idle_share(pairs: torch.Tensor) -> float:
-    """The share of the time of all ranks in which they wait."""
-    return 1 - (pairs.sum() / (pairs.shape[1] * pairs.max(dim=1).values.sum())).item()
-
-
 def table(pairs: torch.Tensor) -> None:
     print("       " + "".join(f"{f'rank {r}':>8}" for r in range(pairs.shape[1])) + "    lasts")
     for t, row in enumerate(pairs.tolist()):

@@ -56,27 +56,23 @@ def visible_slice(layout: str, rank: int, block: int, length: int) -> tuple[slic
     return (everything, everything, False) if block < rank else None
 
 
-def visible_pairs(layout: str, seq_len: int, world_size: int) -> Tensor:
-    """How many (query, key) pairs each rank computes in each round: (P, P), int64, a row for each round."""
-    at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
-    pairs = torch.zeros(world_size, world_size, dtype=torch.int64)
-    for t in range(world_size):
-        for rank in range(world_size):
-            pairs[t, rank] = (at[(rank - t) % world_size] <= at[rank][:, None]).sum()
-    return pairs
+def visible_pairs(at: list[Tensor]) -> Tensor:
+    """The (query, key) pairs of each round (a row) and rank (a column); at[r] is where rank r's tokens stand."""
+    P = len(at)
+    return torch.tensor([[(at[(r - t) % P] <= at[r][:, None]).sum() for r in range(P)] for t in range(P)])
 
 
 def idle_share(pairs: Tensor) -> float:
-    """The share of the ranks' time that they wait, for `visible_pairs`. A round lasts as long as its busiest rank."""
-    return 1 - pairs.sum().item() / (pairs.shape[1] * pairs.max(dim=1).values.sum().item())
+    """The share of the time of all ranks in which they wait: a round lasts as long as its busiest rank."""
+    return 1 - (pairs.sum() / (pairs.shape[1] * pairs.max(dim=1).values.sum())).item()
 
 
-def times_computed(layout: str, seq_len: int, world_size: int) -> Tensor:
+def times_computed(layout: str, at: list[Tensor]) -> Tensor:
     """How often each (query, key) pair of the sequence is computed: (S, S), int64, by drawing all slices."""
-    times = torch.zeros(seq_len, seq_len, dtype=torch.int64)
-    at = [positions(layout, seq_len, rank, world_size) for rank in range(world_size)]
-    for rank in range(world_size):
-        for block in range(world_size):
+    S = sum(map(len, at))
+    times = torch.zeros(S, S, dtype=torch.int64)
+    for rank in range(len(at)):
+        for block in range(len(at)):
             if visible := visible_slice(layout, rank, block, len(at[rank])):
                 queries, keys, triangle = visible
                 rows, columns = at[rank][queries], at[block][keys]
@@ -88,14 +84,14 @@ def times_computed(layout: str, seq_len: int, world_size: int) -> Tensor:
 def main() -> int:
     ok = True
     for layout in LAYOUTS:
-        tokens = "  ".join(str(positions(layout, 8, rank, 4).tolist()) for rank in range(4))
-        print(f"{layout}: ranks 0 to 3 hold {tokens}")
-        pairs = visible_pairs(layout, 8, 4)
+        at, far = ([positions(layout, S, rank, 4) for rank in range(4)] for S in (8, 1024))
+        print(f"{layout}: ranks 0 to 3 hold", "  ".join(str(tokens.tolist()) for tokens in at))
+        pairs = visible_pairs(at)
         for t in range(4):
             print(f"    round {t}: pairs on each rank {'  '.join(str(n) for n in pairs[t].tolist())}")
-        long = visible_pairs(layout, 1024, 4)
-        print(f"    idle: {100 * idle_share(pairs):.0f}% here, {100 * idle_share(long):.1f}% with 1024 tokens")
-        exact = torch.equal(times_computed(layout, 8, 4), torch.ones(8, 8, dtype=torch.int64).tril())
+        shares = idle_share(pairs), idle_share(visible_pairs(far))
+        print(f"    idle: {100 * shares[0]:.0f}% here, {100 * shares[1]:.1f}% with 1024 tokens")
+        exact = torch.equal(times_computed(layout, at), torch.ones(8, 8, dtype=torch.int64).tril())
         print(f"{'ok   ' if exact else 'WRONG'} every pair of causal attention is computed once, and no other")
         ok &= exact
     return 0 if ok else 1

@@ -162,7 +162,7 @@ def test_a_slice_is_exactly_what_the_mask_leaves(sequence):
     assert sorted(torch.cat(at).tolist()) == list(range(seq_len))
     x = torch.randn(2, 3, seq_len, 4)
     assert torch.equal(unshard([shard(x, layout, rank, world_size) for rank in range(world_size)], layout), x)
-    pairs = visible_pairs(layout, seq_len, world_size)
+    pairs = visible_pairs(at)
     for rank in range(world_size):
         for block in range(world_size):
             visible = at[block] <= at[rank][:, None]
