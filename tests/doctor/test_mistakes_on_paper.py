@@ -78,7 +78,7 @@ CAUSAL = Case(4, 24, True, heads=4)
 ASKED = [  # unequal in all that an entry may confuse
     Case(4, 24, heads=4, dtype=torch.bfloat16),
     Case(3, 18, True, "zigzag", heads=6, kv_heads=3, scale=0.3, batch=2, dtype=torch.float16),
-    Case(3, 19, True, heads=8, kv_heads=8, sinks=True),
+    Case(3, 19, True, heads=8, kv_heads=8, sinks=True, head_dim=8),
     Case(3, 18, True, "striped", heads=6, value_dim=6),
     replace(CAUSAL, window=3),
     replace(CAUSAL, layout="zigzag", window=5),

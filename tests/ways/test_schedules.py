@@ -364,13 +364,14 @@ def test_a_layout_of_ones_own_may_have_the_name_of_another(ranks, way, shape):
     assert_right_results(ranks, way, shape, [Problem(4, 2, 6 * ranks_of(shape), options)])
 
 
-def on_some(context):
+def on_some(context, way):
     with mock.patch.object(exchange, "SOON", timedelta(seconds=0.5)):
-        return WAYS["ring"](X, X, X, group=DeviceMesh("cpu", [0, 1]))
+        return WAYS[way](X, X, X, group=DeviceMesh("cpu", [0, 1]))
 
 
 def test_a_rank_outside_the_mesh_is_refused_alone(ranks):
-    *inside, outside = ranks.outcomes(3, on_some)
+    assert all("inside: 1 x 2, 2 x 1" in error.message for error in ranks.outcomes(3, on_some, "hybrid")[:2])
+    *inside, outside = ranks.outcomes(3, on_some, "ring")
     ranks(1, repr)  # so that the next call forms a job of its own: in this one rank 2 is believed no more
     assert all(torch.equal(out, X) for out in inside)
     assert re.search(all_of([r"not in the mesh [0, 1]", "expected only its members"]), outside.message)
