@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.job import Job
-from ring_doctor.jobs.seen import Ranks, divisors
+from ring_doctor.jobs.seen import divisors
 
 UNITS = 8
 TERMS = 64  # roundings of eps that are allowed where nothing was measured
@@ -31,14 +31,13 @@ LOSS = "the reported loss"  # it is one more gradient: ../whole_models
 NORM = "1 / the norm for clipping"  # it is one more of the gradients that are clipped
 SMALL = 0.01  # of the norm of an average gradient: a smaller one, as of the bias of keys, may be rounding only
 POWERS = {"times_p": 1.0, "over_p": -1.0, "times_root_p": 0.5, "over_root_p": -0.5}  # of a number of ranks
-EXPECTED = "expected one model in both jobs, on each rank whole or in DTensors; FSDP 1 has flat weights"
+EXPECTED = "expected one model and the same frozen weights, whole or in DTensors on each rank; FSDP 1 has flat weights"
 
 
 @dataclass(frozen=True)
 class Compared:
     """A weight's gradient in the second job, on the ranks whose optimizers have the weight, beside the right one."""
 
-    weight: str  # its name in the second job
     allowed: float  # what rounding may do, as a share of the norm
     errors: dict[int, float]  # by rank, as a share of the norm
     off: list[int]  # the ranks that have a wrong one
@@ -48,7 +47,7 @@ class Compared:
     factor: str  # the name of the multiple: "times_p", ..., "not_reduced"; or ""
 
 
-Gradients = dict[str, Compared]  # by the weight's name in the first job
+Gradients = dict[str, Compared]  # by the weight's name
 
 
 def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
@@ -65,18 +64,6 @@ def dtypes_of(job: Job) -> list[str]:
     """The dtypes of a job's gradients, and those that its modules and losses computed in: the narrowest first."""
     seen = {dtype for ranks in job.steps for of_rank in ranks for dtype in of_rank["dtypes"]}
     return sorted((dtype.removeprefix("torch.") for dtype in seen), key=eps_of, reverse=True)
-
-
-def pairs_of(one: Ranks, many: Ranks) -> dict[str, str]:
-    """The names of each weight in both jobs, which may begin with other prefixes."""
-    others, found = set.intersection(*(set(of["weights"]) for of in many)), {}
-    for name in one[0]["weights"]:
-        alike = [x for x in others if f".{x}".endswith(f".{name}") or f".{name}".endswith(f".{x}")]
-        fits = [name] if name in others else alike
-        if len(fits) != 1:
-            raise CannotExamine(f"the weight {name} is not in both jobs, on all ranks; {EXPECTED}")
-        found[name] = fits[0]
-    return found
 
 
 def _allowed(one: Job, moved: Job | None, step: int, kind: str) -> dict[str, tuple[float, float]]:
@@ -103,15 +90,14 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     ones, ranks = one.steps[step], many.steps[step]
     clips = all(of["norm"] is not None for of in (*ones, *ranks))
     kind = kind if clips else "gradient"
-    pairs, allowed, found = pairs_of(ones, ranks), _allowed(one, moved, step, kind), {}
-    trained = {pairs[name] for name in allowed}
-    for name in {name for of in ranks for name in of["weights"]} - trained:
-        if any(x.any() for x in many.gradients(kind, step, name).values()):
-            raise CannotExamine(f"{name} has a gradient in the second job only; expected the same frozen weights")
+    allowed, found = _allowed(one, moved, step, kind), {}
+    for name in sorted({name for of in ranks for name in of["weights"]} ^ set(allowed)):
+        if name in allowed or any(x.any() for x in many.gradients(kind, step, name).values()):
+            raise CannotExamine(f"{name} has a gradient in one of the jobs only; {EXPECTED}")
     for name, (floor, share) in allowed.items():
         right = one.gradients(kind, step, name)[0]
-        parts = many.gradients(kind, step, pairs[name]) or dict.fromkeys(range(len(ranks)), torch.zeros_like(right))
-        found[name] = compared(pairs[name], right, parts, floor, share, len(ranks))
+        parts = many.gradients(kind, step, name) or dict.fromkeys(range(len(ranks)), torch.zeros_like(right))
+        found[name] = compared(name, right, parts, floor, share, len(ranks))
     if clips and kind == "gradient":
         right, *others = torch.tensor([1 / of["norm"] for of in (ones[0], *ranks)], dtype=torch.float64)
         share = max(share for _, share in allowed.values())
@@ -135,4 +121,4 @@ def compared(weight: str, right: Tensor, parts: dict[int, Tensor], floor: float,
     sums = [sum(others, first) * d**sign for d in divisors(P) for sign in (1, -1)]
     summed = any(distance(x, right, floor) <= allowed for x in sums)
     factors += ["not_reduced"] * (summed and not alike)
-    return Compared(weight, allowed, errors, off, alike, summed, times if multiple else None, (factors or [""])[0])
+    return Compared(allowed, errors, off, alike, summed, times if multiple else None, (factors or [""])[0])

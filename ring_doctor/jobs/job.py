@@ -106,11 +106,10 @@ def _all_wrote(folder: Path) -> bool:
 def _failed(how: str, folder: Path, steps: int) -> CannotExamine:
     """How a job failed, with the first error that ended a process, or the last lines of its output.
 
-    An error of a process that was only left by another one is no reason.
+    An error of a process that was only left by another one is no reason, nor is torchrun's own: the output has both.
     """
     texts = [file.read_text(errors="replace") for file in sorted(folder.glob("error-*"))]
-    errors = [text for text in texts if "ChildFailedError" not in text]  # torchrun's own, which is in the output too
-    if errors := [error for error in errors if not LOST_CONNECTION.search(error)] or errors:
+    if errors := [text for text in texts if not (LOST_CONNECTION.search(text) or "ChildFailedError" in text)]:
         return CannotExamine("\n  | ".join([how, *errors[0].splitlines()[:LONGEST]]))
     why = f"no process had made step {steps} of an optimizer of torch.optim after a call of .backward()"
     if not [*folder.glob("torch-*")]:

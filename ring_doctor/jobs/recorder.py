@@ -45,7 +45,6 @@ class Recorder:
         self.called: dict[int, nn.Module] = {}  # the outermost modules
         self.optimizers: Any = weakref.WeakKeyDictionary()  # in the order in which they were made
         self.depth = 0  # calls of modules that have not returned
-        self.stepping = ""  # the class of the optimizer that makes its step
         self.new_pass()
         self.new_step()
 
@@ -111,9 +110,7 @@ class Recorder:
 
     def sent(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A message: how many numbers it has, unless it carries weights of fully_shard."""
-        if self.stepping:
-            self.step["sending"] = self.stepping
-        elif self.looks():
+        if not in_backward():
             callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe())]
             if not any(caller.startswith("torch.distributed.fsdp") for caller in callers):
                 self.now["sent"] = max([self.now["sent"], *(x.numel() for x in floats([args, kwargs]))])
@@ -143,17 +140,21 @@ class Recorder:
         self.optimizers[optimizer] = True
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """The gradients that an optimizer gets are read. Those of others may be unfinished until their own step."""
-        if self.step["passes"]:
+        """The gradients that an optimizer gets are read. Those of others may be unfinished until their own step.
+
+        A step inside of a step, as that of the class that it is derived from, is not another one.
+        """
+        if self.step["passes"] and not self.read.issuperset(map(id, weights := in_groups([optimizer]))):
             if in_backward():
                 raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
-            self.write("gradient", self.weights(), weights := in_groups([optimizer]))
+            self.write("gradient", self.weights(), weights)
             self.read |= set(map(id, weights))
-            self.stepping = type(optimizer).__name__
+            self.now["sent"] = 0  # from here on, by the optimizer
 
-    def after_step(self, *_: Any) -> None:
+    def after_step(self, optimizer: Any, *_: Any) -> None:
         """A step of the job ends when no other optimizer has gradients."""
-        self.stepping = ""
+        if self.read and self.now["sent"]:
+            self.step["sending"] = type(optimizer).__name__
         if self.read and all(id(x) in self.read or x.grad is None for x in in_groups(self.optimizers)):
             self.end_step()
 
@@ -168,11 +169,16 @@ class Recorder:
         return {number + WRAPPERS.sub("", name): x for number, found in parts for name, x in found}
 
     def weights(self) -> dict[str, Any]:
-        """All weights by name. Those of optimizers that are in no module have a number."""
+        """All weights by name. Those of optimizers that are in no module have a number.
+
+        What all names begin with is left out: the module may be in a wrapper in one of the jobs only.
+        """
         named = self.names("named_parameters")
+        shared = os.path.commonprefix([*named]).rfind(".") + 1  # noqa: RUF071
         known = set(map(id, named.values()))
         others = [x for x in in_groups(self.optimizers) if id(x) not in known]
-        return named | {f"weight {n} of the optimizer": x for n, x in enumerate(others)}
+        numbered = {f"weight {n} of the optimizer": x for n, x in enumerate(others)}
+        return {name[shared:]: x for name, x in named.items()} | numbered
 
     def write(self, kind: str, named: dict[str, Any], weights: Iterable[Any]) -> None:
         """Each gradient of `weights` to a file: as the optimizer gets it, or as it is "before" the first clipping."""
@@ -187,11 +193,10 @@ class Recorder:
                 torch.save(whole(weight.grad).detach().to("cpu", copy=True), file)
 
     def end_step(self) -> None:
-        """What was seen of a step. "later" are the weights whose optimizer made none."""
-        names, named = {id(module): name for name, module in self.names("named_modules").items()}, self.weights()
+        """What was seen of a step. "later" are the weights whose optimizer made none: numbers of this process."""
+        names = {id(module): name for name, module in self.names("named_modules").items()}
         sums = {names[key] or "the model": x.cpu() for key, x in self.sums.items() if key in names}
-        waiting = set(map(id, in_groups(self.optimizers))) - self.read
-        later = [name for name, x in named.items() if id(x) in waiting]
+        later = set(map(id, in_groups(self.optimizers))) - self.read
         self.steps.append(self.step | {"modules": sums, "later": later})
         self.new_step()
         if len(self.steps) == STEPS:
@@ -219,9 +224,8 @@ def in_groups(optimizers: Iterable[Any]) -> list[Any]:
 
 def place() -> tuple[int, int]:
     """(rank, number of ranks)"""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 

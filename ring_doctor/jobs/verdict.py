@@ -6,7 +6,7 @@
 2. Where all of them are right, the job is healthy. Else: are the jobs comparable at all? (weights, data, dropout)
 3. The name: a factor of the gradients; what the whole numbers tell; labels beside losses; messages. Else the module.
 
-Some ranks only may have right gradients, make new weights of them, and send these. Such a job is told by its next step.
+Some ranks only may have right gradients, make new weights of them, and send these (ZeRO-1). Such a job is refused.
 
 Before: gradients.py. After: the command, __main__.py.
 Source: the names are those of ../whole_models/README.md.
@@ -35,9 +35,8 @@ from ringlab.models.transformer import IGNORED
 
 MISTAKES = words("Whole models", Path(__file__).parents[1] / "whole_models/README.md")
 COARSE = 0.5  # rounding that hides most mistakes
-APART = 1e-12  # another share of it is another weight of one job: weights that were sent are alike to the last digit
 SAME = 1e-6  # another share of what a weight and its squares add up to is another weight
-NOT_SENT = "only some ranks had its right gradient in the step before, and the others must get the new weight"
+NOT_SENT = "the others must get the new weights, which the doctor does not see"
 CLIPPED = "the ranks have other gradients when clip_grad_norm_ is called, and the same ones at optimizer.step"
 FEW = 4  # weights in a line
 SEPARATE = ("mask", "cu_seq", "document", "segment", "length")  # in arguments that separate documents, or mask padding
@@ -72,25 +71,24 @@ def compare(one: Job, many: Job, moved: Job | None, calls: Sequence[str] = (), l
 
     `calls` are steps in words, where each begins anew, on all ranks: whole_models/whole_model.py.
     """
-    dealt: set[str] = set()  # weights that only some ranks make anew: the others must get them
     for step, kind in product(range(len(many.steps)), ("before", "gradient")):
         found, ones, ranks = gradients_of(one, many, moved, step, kind), one.steps[step], many.steps[step]
-        dealt |= {x.weight for x in found.values() if x.off or len(x.errors) < len(ranks)} - {NORM}
-        wrong = [name for name, x in found.items() if x.off and (calls or x.off == [*x.errors])]
-        if (apart := _apart(ranks, dealt)) or wrong:
+        if wrong := [name for name, x in found.items() if x.off and (calls or x.off == [*x.errors])]:
             break
+        if some := [name for name, x in found.items() if len(x.errors) - len(x.off) < len(ranks)]:
+            raise CannotExamine(f"only some ranks have the right gradient of {_some(some)}: {NOT_SENT}")
     whole = whole_numbers(ones, ranks, layout)
-    if apart or wrong:
-        _refuse(one, many, found, step)
+    if wrong:
+        _refuse(one, many, step)
         if not calls and not all(found[name].factor for name in wrong):
             check_data(whole)
         after = gradients_of(one, many, moved, step, "gradient")
-        clues = [("", f"{apart}: {NOT_SENT}")] if apart else _named(ones, ranks, found, after, wrong, whole)
+        clues = _named(ones, ranks, found, after, wrong, whole)
         when = calls[step] if calls else f"step {step} was right: look for state that it leaves behind" * (step > 0)
         verdict = Verdict(WRONG_RING, "; ".join(filter(None, [*(said for _, said in clues), when])))
         verdict.names = [name for name, _ in clues if name]
     else:
-        verdict = _healthy(one, many, found, whole, dealt)
+        verdict = _healthy(one, many, found, whole)
     verdict.lines += _table(ones, ranks, found, whole)
     errors = {name: max(x.errors.values()) for name, x in found.items()}
     finite = {name: error if math.isfinite(error) else None for name, error in errors.items()}
@@ -98,36 +96,23 @@ def compare(one: Job, many: Job, moved: Job | None, calls: Sequence[str] = (), l
     return verdict
 
 
-def _healthy(one: Job, many: Job, found: Gradients, whole: Whole, dealt: set[str]) -> Verdict:
+def _healthy(one: Job, many: Job, found: Gradients, whole: Whole) -> Verdict:
     """The verdict where nothing is wrong. Raises CannotExamine where mistakes may hide."""
     steps, P, coarse = len(many.steps), len(many.steps[0]), max(x.allowed for x in found.values())
     if coarse > COARSE:
         said = f"nothing is wrong, but in {dtypes_of(one)[0]}, rounding may change a gradient by {coarse:.0%}"
         raise CannotExamine(f"{said}; expected float32 or float64, or a smaller model")
-    unseen = set.intersection(*(set(ones[0]["later"]) for ones in one.steps))
-    first, last = (many.steps[step][0]["weights"] for step in (0, -1))
-    if all(first[name].equal(last[name]) for name in dealt):
-        unseen |= dealt
-    if unseen:
-        said = f"nothing is wrong until step {steps}, but the step of {_some(sorted(unseen))} was not seen on all ranks"
-        raise CannotExamine(f"{said}: its optimizer waits, or gets wrong gradients; expected --steps {steps + 1}")
+    if set.intersection(*(ones[0]["later"] for ones in one.steps)):
+        raise CannotExamine(f"nothing is wrong, but an optimizer had made no step; expected --steps {steps + 1}")
     everywhere = whole.cp == 1 and len(whole.rows) == P * len(whole.texts) > len(whole.texts)
     lines = ["Every rank has all tokens: no sequence is shared out."] if everywhere else []
     return Verdict(RIGHT, f"the gradients of {P} ranks are those of the first job, until step {steps}", lines=lines)
 
 
-def _apart(ranks: Ranks, dealt: set[str]) -> str:
-    """Which rank did not get a weight that only others' optimizers have made, or ""."""
-    for (rank, of), name in product(enumerate(ranks), sorted(dealt)):
-        if distance(of["weights"][name], ranks[0]["weights"][name]) > APART:
-            return f"rank {rank} has another {name} than rank 0"
-    return ""
-
-
-def _refuse(one: Job, many: Job, found: Gradients, step: int) -> None:
+def _refuse(one: Job, many: Job, step: int) -> None:
     """Raise CannotExamine where another result of the second job is no mistake."""
     for (rank, of), (name, right) in product(enumerate(many.steps[0]), one.steps[0][0]["weights"].items()):
-        if name in found and distance(of["weights"][found[name].weight], right) > SAME:
+        if distance(of["weights"].get(name, right), right) > SAME:
             said = f"rank {rank} of the second job begins with other weights than the first job ({name})"
             raise CannotExamine(f"{said}; expected one seed, or one checkpoint, in both")
     if any(one_pass["draws"] for job in (one, many) for of in job.steps[step] for one_pass in of["passes"]):
@@ -137,9 +122,7 @@ def _refuse(one: Job, many: Job, found: Gradients, step: int) -> None:
         said = f"the first job computes in {', '.join(dtypes)}, the second in {', '.join(others)}"
         raise CannotExamine(f"{said}; expected the same")
     if sending := max(of["sending"] for of in many.steps[step]):
-        raise CannotExamine(
-            f"gradients are wrong before {sending}.step, which sends messages: what it sums is not seen"
-        )
+        raise CannotExamine(f"gradients are wrong before {sending}.step, which sends messages: its sums are not seen")
 
 
 def _named(ones: Ranks, ranks: Ranks, found: Gradients, after: Gradients, wrong: list[str], whole: Whole) -> list[Clue]:
@@ -180,9 +163,8 @@ def _mean_of_means(ones: Ranks, ranks: Ranks) -> list[Clue]:
     counts = [sum(int((x != IGNORED).sum()) for p in of["passes"] for x in p["labels"]) for of in ranks]
     parts = torch.tensor(counts) * torch.tensor(losses, dtype=torch.float64) / max(sum(counts), 1)
     mean = compared("the loss", torch.tensor(right, dtype=torch.float64), dict(enumerate(parts)), 0.0, 1e-3, len(ranks))
-    shown = ", ".join(map(str, counts[:8]))
-    found = ("mean_of_means", f"the ranks have {shown} labels, and each divides by its own number")
-    return [found] if len(set(counts)) > 1 and mean.summed else []
+    said = f"the ranks have {', '.join(map(str, counts[:8]))} labels, and each divides by its own number"
+    return [("mean_of_means", said)] if len(set(counts)) > 1 and mean.summed else []
 
 
 def _outputs(ones: Ranks, ranks: Ranks, whole: Whole, allowed: float) -> tuple[bool, str]:
@@ -192,8 +174,8 @@ def _outputs(ones: Ranks, ranks: Ranks, whole: Whole, allowed: float) -> tuple[b
     """
     text, asked = (sum(len(row.tokens) for row in rows) for rows in (whole.texts, whole.rows))
     right, *others = (of["modules"] for of in (ones[0], *ranks))
-    if not right or (text and asked % text):
-        return True, "no output was compared: no module was seen, or the jobs pad to other lengths"
+    if not right.keys() & set().union(*others) or (text and asked % text):
+        return True, "no output was compared: no module was seen in both, or the jobs pad to other lengths"
     for module, x in right.items():
         parts = {rank: of[module] for rank, of in enumerate(others) if module in of}
         if x and parts and not compared(module, x, parts, 0.0, allowed, len(ranks)).summed:

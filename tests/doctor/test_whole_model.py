@@ -19,10 +19,10 @@ SAYS = {  # what the first line of the report begins with, where {} is the funct
     "means_and_sums": "loss_times_p; 1 of 4 gradients are wrong (the reported loss), × 3",
     "no_backward_without_labels": "{} fails: the 3-process job ended too early (status",
     "a_rank_that_waits": "{} fails: the 3-process job had not ended after ",
-    "another_call": "no output was compared: no module was seen, or the jobs pad to other lengths; 1 of 2 gradients ",
+    "another_call": "no output was compared: no module was seen in both, or the jobs pad to other lengths; 1 of 2 ",
 }
 REFUSED = {
-    "random_step": "two calls on one process return different losses; expected weights that are made",
+    "random_step": "two calls return different losses; expected new weights in each, and torch's gen",
     "without_targets": r"TypeError: .*got an unexpected keyword argument 'targets'",
     "deaf_step": "targets= has no effect on the loss; expected it to take the place of",
 }
