@@ -65,7 +65,7 @@ def _now(x: Tensor) -> float:
 def _watched(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     """`dist.send`, `dist.recv` or `attend` with a span around each call.
 
-    Messages belong to the round of the last computation.
+    Messages belong to the round of the last computation. messages.py sees them too, but not the wait behind them.
     """
 
     def watched(*args: Any, **options: Any) -> Any:
