@@ -102,7 +102,7 @@ print_source(ring.scores, ring.block_forward, ring.block_backward)
 # %% [markdown]
 # `block_forward` returns the [log-sum-exp](../docs/glossary.md#log-sum-exp) (lse) of each row, with which the results of two blocks merge. `block_backward` gets
 # `out` and `lse` of the **whole** row: only then is `p` the true weight. Mistake 3 takes the lse of the block. The sum of `d_out * out` is the
-# $\delta$ of chapter 5; mistake 4 forgets it.
+# $\delta$ of chapter 5, computed again for each block, because fused kernels ask for `out`; mistake 4 forgets it.
 #
 # ## What travels
 #
@@ -114,8 +114,9 @@ print_source(ring.scores, ring.block_forward, ring.block_backward)
 print_source(ring.hop, ring.blocks)
 
 # %% [markdown]
-# `kv` travels in the model's dtype and is widened where it is used: 16 bits on the wire, float32 in the sums. `own_last`
-# moves the own block from the first [round](../docs/glossary.md#round) to the last, for the backward pass.
+# `kv` is K and V in one message, a copy of both (`overlap.py` sends two messages and copies nothing). It travels in the model's dtype and is
+# widened where it is used: 16 bits on the wire, float32 in the sums. `own_last` moves the own block from the first
+# [round](../docs/glossary.md#round) to the last, for the backward pass.
 #
 # ## What is kept: the forward pass
 #
@@ -228,8 +229,8 @@ for name, factor in (
         assert torch.allclose(combined[weight], right * (factor if factor < 1 else 1), rtol=0, atol=1e-12)
 
 # %% [markdown]
-# So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. Else every gradient is $1/P$ of its value. Adam hides that,
-# because it divides by the size of the gradients; gradient clipping does not.
+# So with DDP or `fully_shard`, multiply the loss by the number of ranks that they average over, here $P$, before `backward()`. Else every
+# gradient is $1/P$ of its value. Adam hides that, because it divides by the size of the gradients; gradient clipping does not.
 #
 # > **One number to remember: 150.** A ring that trains is 150 lines. Four of the six mistakes above leave its output exact: check each gradient.
 #

@@ -20,8 +20,8 @@ docs/your_model.md shows it as the attention of a model. Targets are shifted by 
 positions are those of the layout: others are wrong without an error.
 
 Each rank's loss is its part of the whole loss, so the gradient of a weight is the sum over the ranks. all_reduce sums.
-DistributedDataParallel and fully_shard average instead, so with them multiply the loss by P: else every gradient comes
-out at 1/P of its value.
+DistributedDataParallel and fully_shard average instead, so with them multiply the loss by the number of ranks that they
+average over.
 
 Before: schedule.py. After: ../../ring_planner/hidden_communication.py, how long its chunks must be.
 Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, section 3; Dao et al. 2022, algorithm 4.

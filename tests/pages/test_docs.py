@@ -298,7 +298,7 @@ def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(ranks, wrap)
         torch.testing.assert_close(right, exact())
     for _, divided in ranks(P, on_rank, without_sum, wrap):
         torch.testing.assert_close(divided, exact()[1] / P)
-    assert f"(measured on {P} ranks: {1 / P:.4f})" in MODEL
+    assert f"× 1/P ({1 / P:.4f} on {P} ranks)" in SYMPTOMS
 
 
 @pytest.mark.parametrize("line", SPOILED)
