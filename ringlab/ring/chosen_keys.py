@@ -72,7 +72,7 @@ def choose_keys(
     k = index_k[:, None] if isinstance(index_k, Tensor) and index_k.dim() == 3 else index_k  # (B, 1, C, E)
     options: dict[str, Any] = {"causal": causal, "layout": layout, "documents": documents, "schedule": Ring}
     ring = agree_on_schedule(index_q, k, k, 1.0, group, "choose_keys", check=check, same=same, **options)
-    with one_pass(ring.group):
+    with one_pass(ring.group), torch.autocast(index_q.device.type, enabled=False):  # it would score in 16 bits
         return best_of_blocks(index_q, index_weights, k, count, ring)
 
 

@@ -221,7 +221,7 @@ def index_of(S, dtype, ties):
     shapes = (2, 3, S, 4), (2, 3, S), (2, S, 4)
     if ties:
         return [torch.randint(-1, 2, shape, generator=generator).to(dtype) for shape in shapes]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [2 + torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 def best_of_rows(index, count, causal, documents):
@@ -236,14 +236,17 @@ def best_of_rows(index, count, causal, documents):
     return best.indices.masked_fill(best.values == -torch.inf, -1).sort().values
 
 
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
 def choose_on_rank(context, cases, group=None):
-    """In tiles of 3 queries and keys."""
+    """In tiles of 3 queries and keys; under autocast, which changes nothing."""
     chosen = []
     for index, count, options, lengths in cases:
         q, weights, k = index
         mine = cut(context, options["layout"], lengths, q, weights[..., None], k[:, None])
         options = {name: x for name, x in options.items() if x is not True}  # causal unless given otherwise
-        with mock.patch.object(chosen_keys, "TILE", 3):
+        with mock.patch.object(chosen_keys, "TILE", 3), torch.autocast("cpu", torch.bfloat16):
             chosen.append(choose_keys(mine[0], mine[1][..., 0], mine[2][:, 0], count, group=group, **options))
     return chosen
 
@@ -252,7 +255,7 @@ def choose_on_rank(context, cases, group=None):
 def test_chosen_keys_are_those_of_topk_of_the_whole_row(ranks, world_size):
     S, cases = 4 * world_size * (3 if world_size < 4 else 1), []
     for layout in LAYOUTS:
-        for ties, dtype in ((True, torch.bfloat16), (True, torch.float32), (False, torch.float64)):
+        for ties, dtype in ((True, DTYPES[0]), *((False, dtype) for dtype in DTYPES)):
             for count, causal, documents in ((1, True, None), (3, False, None), (S + 2, True, (3, S - 3))):
                 options = {"causal": causal, "layout": layout, "documents": documents}
                 cases.append((index_of(S, dtype, ties), count, options, None))
@@ -280,11 +283,12 @@ def ring_on_rank(context, problem, chosen, tile):
 
 
 @pytest.mark.parametrize("tile", [2, 256])
-@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("near", [False, True, None])
 def test_attention_to_chosen_keys_in_the_ring_of_keys(ranks, near, tile):
-    """`near`: all keys are of the own chunk, and no block travels. Else blocks make the hops that somebody needs."""
+    """`near`: all keys are of the own chunk, or there is none, and no block travels. Else they travel."""
     case = Case(12, count=3)
-    chosen = case.chosen.where((case.chosen // 4 == torch.arange(12)[:, None] // 4) | (not near), -1)
+    chosen = case.chosen.where((case.chosen // 4 == torch.arange(12)[:, None] // 4) | (near is False), -1)
+    chosen = torch.full_like(chosen, -1) if near is None else chosen
     problem = Problem(4, 2, 12, {"causal": True, "softcap": 2.0}, batch=B)
     visible = picked(chosen, 12)[:, None]
     right = exact_attention(*problem.inputs(), visible=visible, softcap=2.0, fused_blocks=24)
@@ -292,7 +296,7 @@ def test_attention_to_chosen_keys_in_the_ring_of_keys(ranks, near, tile):
     for name, parts in zip(("out", "dq", "dk", "dv"), zip(*(x for x, _ in results), strict=True), strict=True):
         assert_right(torch.cat(parts, dim=2), right[name], name)
     block = 2 * B * 2 * 4 * 4 * 4
-    assert [sent for _, sent in results] == [0 if near else 2 * block] * 3
+    assert [sent for _, sent in results] == [2 * block if near is False else 0] * 3
 
 
 # Passes that do not fit ---------------------------------------------------------------------------------------------
