@@ -136,7 +136,8 @@ class SpreadCache:
         scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
         tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
         state = start(q.new_empty(*q.shape[:3], values.shape[-1]))  # m, l (B, G, H/G) and o (B, G, H/G, Dv)
-        state = tile(state, q, keys, values, scale=scale, future=future)
+        with torch.autocast(q.device.type, enabled=False):  # it would compute the scores in 16 bits
+            state = tile(state, q, keys, values, scale=scale, future=future)
         state = merge_over_ranks(state, self.group, call=self.stored * len(self.blocks) + self.layer)
         if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
             scores = sinks.to(state[0]).view(1, *q.shape[1:3], 1)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
 from ringlab.models.transformer import Config, Transformer
@@ -141,6 +142,18 @@ def test_a_cache_refuses_attention_that_is_not_causal():
         cache(q, q, q, is_causal=False)
     with pytest.raises(TypeError, match="attn_mask"):
         cache(q, q, q, attn_mask=q)
+
+
+def test_under_autocast_the_scores_of_a_new_token_are_computed_in_float32(alone):
+    """Of q, k and v in its dtype."""
+    cache, parts = SpreadCache(), 3 * torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(SEED))
+    cache.begin(torch.arange(4)[None], room=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.attend(*parts[..., :4, :])
+        cache.store(torch.tensor([[4]]))
+        out = cache.attend(*parts[..., 4:, :])
+    right = naive_attention(*parts.bfloat16().double(), causal=True)[:, :, 4:]
+    torch.testing.assert_close(out, right.bfloat16(), rtol=2**-7, atol=1e-4)
 
 
 def merged(context, states, hosts):
