@@ -27,9 +27,20 @@ RESULTS = (record.FOLDER / "README.md").read_text()
 MiB = 2**20
 
 
-def without_pause(context, work, *args):
-    """`work` on a rank that other tests use too: turns follow at once, and the allocator stays as it is."""
-    with mock.patch.object(record, "PAUSE", 0.0), mock.patch.object(record, "return_freed_memory"):
+def by_length(context, work, *args):
+    """`work` on a rank that other tests use too: turns follow at once, and the allocator stays as it is.
+
+    A call's peak is its number of tokens, more on a later rank, and 100 more where freed memory is not given back.
+    """
+
+    def peak(work):
+        out = work()
+        return (out if isinstance(out, torch.Tensor) else out[0]).shape[2] + context.rank + 100 * (not freed.called)
+
+    with (
+        mock.patch.multiple(record, PAUSE=0.0, peak_extra=peak),
+        mock.patch.object(record, "return_freed_memory") as freed,
+    ):
         return work(context, *args)
 
 
@@ -49,19 +60,13 @@ def test_committed_results_name_their_machine_and_their_page_shows_them():
     assert new.endswith(f"<!-- memory 1 -->\n{BENCHES['memory'].tables(record.load('memory'))[0]}\n<!-- / -->\n")
 
 
-@pytest.mark.parametrize(
-    ("method", "seq_len", "world_size", "expected"),
-    [
-        ("naive", 256, 1, 3 * MiB // 4),  # three squares of 256 KiB
-        ("blockwise", 4096, 1, 2 * MiB),  # the output twice, 1 MiB each
-        ("blockwise", 1024, 1, MiB),  # the output, 256 KiB, and three tiles of 256 KiB
-        ("ring", 4096, 1, 5 * MiB),  # K and V, stacked, and o three times: old, in tiles, joined
-        ("ring", 16382, 4, 5 * MiB),  # chunks round up
-        ("ring", 4096, 4, 3 * MiB // 2),  # K, V and o, and three tiles, 256 KiB each
-    ],
-)
-def test_counted_memory(method, seq_len, world_size, expected):
-    assert memory.counted(method, seq_len, heads=1, head_dim=64, world_size=world_size) == expected
+def test_counted_memory():
+    """That of the committed results, whose points lie on these lines; a chunk is rounded up."""
+    results = record.load("memory")
+    sizes = {name: results[name] for name in ("heads", "head_dim", "world_size")}
+    for name, counted in results["counted"].items():
+        assert counted == [memory.counted(name, S, **sizes) for S in results["lengths"]]
+    assert memory.counted("ring", 16381, **sizes) == counted[-1]
 
 
 def test_counted_memory_of_training():
@@ -89,11 +94,18 @@ def test_peak_extra_sees_what_was_freed_again():
 SHORT = {"heads": 2, "head_dim": 8, "repetitions": 1}
 BESIDE = {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}
 RUNS = {  # a small run of a bench: a part of its table, its sizes
+    "memory": ("| 12 | ", {"lengths": [8, 12], "heads": 1, "head_dim": 4, "naive_limit": 8}),
+    "ring_vs_full": ("| P = 2 | ring_attention", {**SHORT, "worlds": [2], "seq_len": 16, "memory": BESIDE}),
     "against_peers": (
         "| causal forward | flash ring, contiguous |",
         {**SHORT, "worlds": [2], "lengths": [64], "heads": 4, "beside": BESIDE},
     ),
     "max_context": ("| ring | 2 |", {"worlds": [2], "budget": 12 * MiB, "heads": 4}),
+}
+PEAKS = {  # by `by_length`, on the last rank
+    "memory": {"naive": [8, None], "blockwise": [8, 12], "ring": [2 + 3, 3 + 3]},
+    "ring_vs_full": [{"world_size": P, "peak_bytes": 7 + P, "peak_bytes_as_it_comes": 107 + P} for P in (1, 3)],
+    "against_peers": [{"world_size": P, "peak_bytes": [7 + P] * 2} for P in (1, 3)],
 }
 
 
@@ -103,10 +115,16 @@ def test_a_small_run(ranks, monkeypatch, name):
     """On the ranks that stay alive between tests."""
     if name == "max_context" and not hasattr(os, "memfd_create"):
         pytest.skip("needs Linux")
-    monkeypatch.setattr(speed, "launch", lambda work, P, *args: ranks(P, without_pause, work, *args))
+    for module in (speed, *[memory] * (name == "memory")):
+        monkeypatch.setattr(module, "launch", lambda work, P, *args: ranks(P, by_length, work, *args))
     monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
     shown, sizes = RUNS[name]
     results = BENCHES[name].run(**sizes)
+    beside = results.get("memory", {})
+    assert results.get("measured", beside.get("rows")) == PEAKS.get(name)
+    assert beside.get("chunk_bytes") in (None, 4 * 4 * 8 * 8)
+    for row in results["rows"] if name == "max_context" else ():
+        assert row["chunk"] == max(n for n, fits in row["probes"] if fits)
     assert shown in "\n\n".join(BENCHES[name].tables(results))
 
 
@@ -125,6 +143,13 @@ def test_results_are_kept(tmp_path, monkeypatch):
     record.save("b", {"x": 1, "y": [[1, 2], [3]]})
     assert record.load("b") == {"x": 1, "y": [[1, 2], [3]]}
     assert (record.most([1, 3, 2]), record.most([3, None])) == (3, None)
+
+
+def test_only_so_many_cores_are_taken(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", taken := mock.Mock(), raising=False)
+    record.pin(2)
+    taken.assert_called_once_with(0, [3, 5])
 
 
 @pytest.mark.parametrize(("times", "right"), [(1 + 30 * 2**-23, True), (1 + 34 * 2**-23, False), (math.nan, False)])
@@ -229,14 +254,25 @@ def fail(context: RankContext) -> None:
 
 
 @linux
+def test_no_length_fits_whose_result_is_wrong(monkeypatch, alone):
+    monkeypatch.setattr(record, "return_freed_memory", lambda: None)
+    monkeypatch.setitem(memory.METHODS, "naive", lambda q, k, v: 1.01 * memory.naive_attention(q, k, v))
+    with pytest.raises(RuntimeError, match="out is wrong: off by"):
+        memory.step_of_a_layer(alone, "naive", 16, 64 * MiB, 2, 8)
+
+
+@linux
 def test_the_limit_counts_what_is_alive_and_ends():
     assert memory.within(ask_again, 1)
 
 
 @linux
-def test_another_failure_is_not_a_spent_budget():
+def test_another_failure_is_not_a_spent_budget_and_a_system_without_a_limit_is_named(monkeypatch):
     with pytest.raises(RuntimeError, match="MemoryError: the network is down"):
         memory.within(fail, 2)
+    monkeypatch.setattr(memory, "within", lambda *args: True)
+    with pytest.raises(OSError, match="does not hold a process to RLIMIT_DATA"):
+        memory.no_limit_here()
 
 
 @given(threshold=st.integers(0, 10_000), guess=st.integers(1, 10_000))
