@@ -208,14 +208,16 @@ def _no_ring(number: int, patient: Patient) -> str:
         of_ranks = ranks(4, _sent, patient, question)
     finally:
         ranks.stop()
-    sent = [
-        [it for it in messages if it.kind != "recv" and (it.peer is not None or it.bytes > AGREED)]
-        for messages in of_ranks
-    ]
+    sent = [carrying(messages) for messages in of_ranks]
     for rank, messages in enumerate(sent):
         if problem := elsewhere(messages, rank, case.world_size):
             return f"the numbers of rank {rank} are right. {problem}"
     return too_much(number, case, max(sum(message.bytes for message in messages) for messages in sent))
+
+
+def carrying(messages: list[Message]) -> list[Message]:
+    """What a rank sends of blocks."""
+    return [it for it in messages if it.kind != "recv" and (it.peer is not None or it.bytes > AGREED)]
 
 
 def too_much(number: int, case: Case, total: int) -> str:

@@ -1,6 +1,7 @@
 """Every exercise: right answers are right in every form, each common wrong one gets its own hint."""
 
 import ast
+import copy
 import linecache
 import math
 import re
@@ -16,6 +17,7 @@ import torch
 
 from notebooks.source import build
 from notebooks.source.checks.answers import OPEN, Exercise, NotYet
+from notebooks.source.checks.rings_that_were_wrong import contradiction, same_numbers, xray_of_ring
 from notebooks.your_ring.checks import ONE_BLOCK, step
 from tests.wrong.tried_answers import RIGHT_ANSWERS, WRONG_ANSWERS, every_third_receives_first
 
@@ -138,6 +140,16 @@ def test_an_order_in_which_messages_wait_in_a_row_is_no_deadlock_and_slow():
     assert DEFINED["check_ring_order"](solution("check_ring_order")) == "right"
 
 
+@pytest.mark.parametrize(("off", "same"), [(0.9e-9, True), (1.1e-9, False), (math.nan, False)])
+def test_the_numbers_of_a_mistake_are_compared_up_to_rounding(off, same):
+    x = torch.zeros(3, dtype=torch.float64)
+    shown, guessed = xray_of_ring("C"), copy.deepcopy(xray_of_ring("C"))
+    x[2] += off
+    guessed.matrices[-1].sheet.seen[0, 0] += off
+    assert same_numbers({"out": x}, {"out": 0 * x.nan_to_num()}) == same
+    assert (contradiction(shown, guessed) is None) == same
+
+
 # Wrong answers ------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +201,7 @@ NUMBER = Exercise(
     remark="triple",
 )
 PARTS = Exercise(right={"a": 1.53, "b": X}, wrong={"b has the other sign": {"b": -X}}, said="1.53 and x", decimals=2)
+PAIR = Exercise(right={"a": 1.0, "b": 2.0}, said="1 and 2")
 PLACES = Exercise(right=[1, 2], said="two")
 PAIRS = Exercise(right=lambda n: {(n, 1), (n, 2)}, said="pairs", cases=[(1,), (2,)])
 CAPPED = Exercise(right=lambda: 1.0, said="one", then=lambda answer: check_again(answer()))
@@ -235,6 +248,7 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (PARTS, (X, 1.53), "not yet: the right values in another order, b, a: return a, b"),
     (PARTS, (1.53,), "not yet: expected 2 values (a, b), got 1 value(s)"),
     (PARTS, lambda: 1, "not yet: expected a value, not a function, got function"),
+    (PAIR, torch.tensor([1.0, 2.0]), "right"),
     (PLACES, np.array([1, 2]), "right"),
     (PLACES, range(1, 3), "right"),
     (PLACES, (torch.tensor(1), 2.0), "right"),

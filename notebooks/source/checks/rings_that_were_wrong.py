@@ -110,7 +110,7 @@ def contradiction(shown: XRay, guessed: XRay) -> str | None:
             return f"in {matrix.name} the rows would sum to {others}, and the X-ray shows {sums}"
     for matrix, other in zip(shown.matrices, guessed.matrices, strict=True):
         off = (matrix.sheet.seen - other.sheet.seen).abs().max()
-        if off > 1e-9:
+        if not off <= 1e-9:  # NaN, too
             return f"the same kinds of tiles, but {matrix.name} would have other numbers, off by up to {off:.2g}"
     return None
 
