@@ -88,11 +88,6 @@ def all_but_rank_0_send_first(comm, x):
     return x
 
 
-def no_last_rank(comm, x):
-    comm.send(comm.rank + 1, x)
-    return comm.recv(comm.rank - 1)
-
-
 def at_the_same_time(comm, x):
     right, left = around(comm)
     return comm.exchange(right, x, left)
@@ -101,10 +96,6 @@ def at_the_same_time(comm, x):
 def loop(comm, x):
     while True:
         math.sqrt(2)
-
-
-def rank_after_tensor(comm, x):
-    comm.send(x, (comm.rank + 1) % comm.P)
 
 
 def sends_for_ever(comm, x):
@@ -163,10 +154,6 @@ def all_parts(comm, xs):
 # 4, 5: the ring
 
 
-def a_round_short(comm, q, k, v):
-    return ring(comm, q, k, v, hops=-1)
-
-
 def into_its_inputs(comm, q, k, v):
     """The version of a tensor does not tell, and after P hops its numbers are its own again."""
     right, left = around(comm)
@@ -175,21 +162,6 @@ def into_its_inputs(comm, q, k, v):
         k.data[:], v.data[:] = comm.exchange(right, k, left), comm.exchange(right, v, left)
         state = comm.attend(state, q, k, v) if t < comm.P - 1 else state
     return finish(state)[0]
-
-
-def all_to_rank_0(comm, *mine):
-    """Rank 0 computes all of the rows: right, and too much for one rank."""
-    heads = [x.shape[1] for x in mine]
-    parts = [torch.cat(mine, dim=1)]
-    if comm.rank:
-        comm.send(0, parts[0])
-        return comm.recv(0)
-    q, k, v = torch.cat(parts + [comm.recv(source) for source in range(1, comm.P)], dim=2).split(heads, dim=1)
-    k, v = (x.repeat_interleave(heads[0] // heads[1], 1) for x in (k, v))
-    rows = finish(comm.attend(start(q), q, k, v))[0].chunk(comm.P, dim=2)
-    for to in range(1, comm.P):
-        comm.send(to, rows[to])
-    return rows[0]
 
 
 def grouped_by_hand(comm, q, k, v):
@@ -211,17 +183,6 @@ def never_home(comm, q, k, v, d_out, lse, delta):
     return d_q, *d_block
 
 
-# 7: tokens
-
-
-def all_on_rank_0(comm, S):
-    return list(range(S)) if comm.rank == 0 else []
-
-
-def the_same_everywhere(comm, S):
-    return list(range(S // comm.P))
-
-
 # 8: a window
 
 
@@ -229,13 +190,6 @@ def sends_what_nobody_takes(comm, q, k, v, window):
     if comm.rank < comm.P - 1:
         comm.send(comm.rank + 1, torch.stack((k, v)))
     return q
-
-
-# 9: two directions
-
-
-def across_the_ring(comm, q, k, v):
-    return ring(comm, q, k, v, to=2)
 
 
 # 10: one token
