@@ -1,11 +1,13 @@
 """The doctor's command: exit statuses, one sentence for bad input, the report as text, JSON and page; assert_ring."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from html import escape
 from importlib.util import find_spec
 from unittest import mock
@@ -31,7 +33,10 @@ BAD = [  # what is typed, and the sentence
     (TORCHRUN, "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun"),
     ("nowhere:f", f"ring-doctor: {MODULE_NOT_FOUND}"),
     (f"{HERE}:right --worlds 1,x", "argument --worlds: 'x' given, expected a whole number"),
-    *((f"{HERE}:right --time-limit {n}", f"--time-limit is {n}; expected a number of seconds") for n in ("0", "inf")),
+    *(
+        (f"{HERE}:right --time-limit {n}", f"--time-limit is {n}; expected a number of seconds")
+        for n in ("0", "inf", "nan")
+    ),
     (f"{HERE}:right --json /nowhere/x.json", "expected a name ending in .json of a file, in a folder that exists"),
     (f"{HERE}:right --html x.htm", "'x.htm' given, expected a name ending in .html"),
     *((f"{HERE}:right --model {of}", "a --model has no shorter way and is no ring") for of in ("--quick", "--state")),
@@ -129,10 +134,13 @@ def test_a_signal_ends_all_processes_at_once(tmp_path):
 def test_it_says_how_far_it_is_and_clears_the_line_of_a_terminal(capsys, monkeypatch, terminal):
     monkeypatch.setattr(command, "QUIET", 0.02)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    said, wanted = [], f"\r{99 * '7'}%, for 0 s\x1b[K" if terminal else f"ring-doctor: {99 * '7'}%, for 0 s\n"
-    with command.telling() as tell:
+    threads, said = threading.enumerate(), []
+    wanted = f"\r{99 * '7'}%, for 0 s\x1b[K" if terminal else f"ring-doctor: {99 * '7'}%, for 0 s\n"
+    with contextlib.suppress(KeyError), command.telling() as tell:
         tell(f"{99 * '7'}% and more")
         wait_for(lambda: said.append(capsys.readouterr().err) or [text for text in said if wanted in text], 1)
+        raise KeyError
+    assert threads == threading.enumerate()
     assert capsys.readouterr().err.endswith("\r\x1b[K") == terminal
 
 
