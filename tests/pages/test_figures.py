@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from figures import FOLDER, token_loss
+from figures import FOLDER, kv_rotation, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from figures.timelines import duration, simulate_timeline
 from notebooks.source import build
@@ -104,6 +104,14 @@ def test_committed_picture_is_current_and_legible(name):
     assert description.text == figure.alt
     assert len(figure.alt) > 100
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))
+
+
+@pytest.mark.slow
+def test_the_committed_animation_is_what_its_script_draws(tmp_path):
+    kv_rotation.save_gif(tmp_path)
+    (now, times), (committed, shown) = (frames_of(folder / "kv_rotation.gif") for folder in (tmp_path, FOLDER))
+    assert times == shown
+    assert same_frames(now, committed)
 
 
 @pytest.mark.slow
