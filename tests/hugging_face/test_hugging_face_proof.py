@@ -6,6 +6,7 @@ The masks that its layers ask for. And the seam.
 import copy
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -218,9 +219,9 @@ def choose(x):
     return x * (1 + (x[:, :, :1] == x[:, :, :1].amax(dim=1, keepdim=True)))
 
 
-def in_training_only(model):
+def only(training, model):
     mlp = model.model.layers[0].mlp
-    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
+    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training == training else x)
 
 
 def of_full_experts(x):
@@ -259,16 +260,18 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # nothing sho
 OTHER_VALUES = ["computes other values for tokens in a shard"]
 REFUSED |= {
     "a choice": (of_mlp(choose), OTHER_VALUES),
-    "in training only": (in_training_only, OTHER_VALUES),
+    **{f"in training: {it}": (partial(only, it), OTHER_VALUES) for it in (True, False)},
     "16 tokens behind": (of_mlp(from_before(16)), OTHER_VALUES),
     "full experts": (of_mlp(of_full_experts), OTHER_VALUES),
     "numbered texts": (embedded(texts_before), OTHER_VALUES),
+    "texts with two ends": (embedded(texts_before), OTHER_VALUES),
     "the order of a shard": (embedded(twice_where_positions_fall), OTHER_VALUES),
     "shards in the middle": (embedded(lambda ids, at: 1 + (at is not None and 0 < at[0, 0] < at[0, -1])), OTHER_VALUES),
     "positions of the shard": (positions_of_the_shard, OTHER_VALUES),
     "the longest position": (lambda model: None, OTHER_VALUES),
 }
 OPTIONS = {"the longest position": {"rope_parameters": LONGROPE}, "numbered texts": {"eos_token_id": 2}}
+OPTIONS["texts with two ends"] = {"eos_token_id": [3, 2]}
 
 
 @pytest.mark.parametrize("name", REFUSED)
