@@ -101,7 +101,7 @@ def test_inside_a_larger_mesh():
     with mock.patch.object(jax.config, "update") as update:
         jax_ring.virtual_devices(3)
     update.assert_called_once_with("jax_num_cpu_devices", 8)  # all that there are, and never fewer
-    mesh = Mesh(np.array(jax.devices("cpu")[:6]).reshape(2, 3), ("data", "sequence"))
+    mesh = Mesh(np.array(jax_ring.virtual_devices(8).devices[:6]).reshape(2, 3), ("data", "sequence"))
     spec = PartitionSpec("data", None, "sequence")
     mine = partial(jax_ring.ring_attention, axis_name="sequence", causal=True)
     ring = jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -153,6 +153,9 @@ def on_four(*shapes, **options):
     return jax_ring.on_mesh(jax_ring.virtual_devices(4), **options)(*(jnp.zeros(shape) for shape in shapes))
 
 
+X = jnp.ones((1, 1, 8, 2))
+
+
 def on_two_axes():
     jax_ring.on_mesh(Mesh(np.array(jax_ring.virtual_devices(4).devices).reshape(2, 2), ("data", "ring")))
 
@@ -166,7 +169,8 @@ def on_two_axes():
         (lambda: on_four(*[(1, 2, 8, 2)] * 3, scale=math.inf), "scale is inf; expected a finite number"),
         (on_two_axes, r"axes .*; expected one"),
         (lambda: jax_ring.virtual_devices(9), r"8 CPU device\(s\); expected 9"),
-        (lambda: jax_ring.ring_attention(*[jnp.ones((1, 1, 8, 2))] * 3, axis_name="ring"), "no mesh axis 'ring' here"),
+        (lambda: jax_ring.ring_attention(X, X.astype(int), X, axis_name="ring"), "k has dtype torch.int32; expected"),
+        (lambda: jax_ring.ring_attention(X, X, X, axis_name="ring"), "no mesh axis 'ring' here"),
     ],
 )
 def test_bad_input(refuses, message):
