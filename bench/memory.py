@@ -125,7 +125,6 @@ def memory(lengths: list[int], heads: int, head_dim: int, world_size: int, naive
 BUDGET = 64 * 2**20  # bytes
 GRAIN = 16  # tokens; only multiples of it are tried as chunks
 TOO_LITTLE = "MemoryError: the budget"
-Case = dict[str, Any]  # method, world_size and whether activations are checkpointed
 
 
 def longest(fits: Callable[[int], bool], guess: int) -> int:
@@ -181,24 +180,9 @@ def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
     return True
 
 
-def searched(
-    step: Callable[..., None], method: str, world_size: int, counted: int, budget: int, *sizes: Any
-) -> dict[str, Any]:
-    """The longest chunk that fits, counted and measured, in tokens, and what was tried: [tokens, fits] each."""
-    probes = []
-
-    def fits(n: int) -> bool:
-        probes.append([n * GRAIN, within(step, world_size, method, n * GRAIN, budget, *sizes)])
-        return probes[-1][1]
-
-    chunk = GRAIN * longest(fits, max(1, counted // GRAIN))
-    return {"counted_chunk": counted, "chunk": chunk, "probes": probes}
-
-
-def lengths(results: Results, method: str, of: str = "chunk", **wanted: Any) -> list[int]:
+def lengths(results: Results, method: str, of: str = "chunk") -> list[int]:
     """The longest S of a method for each P, in rising order. `of` is "chunk" (measured) or "counted_chunk"."""
-    rows = [row for row in results["rows"] if row["method"] == method and wanted.items() <= row.items()]
-    return [row["world_size"] * row[of] for row in rows]
+    return [row["world_size"] * row[of] for row in results["rows"] if row["method"] == method]
 
 
 def no_limit_here() -> None:
@@ -290,14 +274,20 @@ def max_context_tables(results: Results) -> list[str]:
 
 @bench(max_context_tables, worlds=[1, 2, 4, 8], budget=BUDGET, heads=8, head_dim=64)
 def max_context(worlds: list[int], budget: int, heads: int, head_dim: int) -> Results:
-    """A row for each method and P."""
+    """A row for each method and P: the longest chunk that fits, counted and measured, and each [tokens, fits] tried."""
     no_limit_here()
-    size = {"heads": heads, "head_dim": head_dim}
 
-    def measure(method: str, world_size: int) -> Case:
-        count = partial(counted_training, method, **size, world_size=world_size)
-        modelled = GRAIN * longest(lambda n: count(n * GRAIN) <= budget, 1)
-        return searched(step_of_a_layer, method, world_size, modelled, budget, heads, head_dim)
+    def measure(method: str, world_size: int) -> Results:
+        count = partial(counted_training, method, heads=heads, head_dim=head_dim, world_size=world_size)
+        modelled, probes = longest(lambda n: count(n * GRAIN) <= budget, 1), []
+
+        def fits(n: int) -> bool:
+            fit = within(step_of_a_layer, world_size, method, n * GRAIN, budget, heads, head_dim)
+            probes.append([n * GRAIN, fit])
+            return fit
+
+        chunk = GRAIN * longest(fits, max(1, modelled))
+        return {"counted_chunk": GRAIN * modelled, "chunk": chunk, "probes": probes}
 
     steps = [{"method": method, "world_size": P} for method in METHODS for P in (worlds if method == "ring" else [1])]
     return {"grain": GRAIN, "rows": record.rows("max_context", steps, measure)}

@@ -31,14 +31,14 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
 )
 TOOLS = {"ring_planner", "ring_doctor"}  # they stand beside each other
 CODE = {  # what is in it, and how many lines of code at most: some more than there are, so that nobody packs a line
-    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2697),
-    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4740),
+    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2690),
+    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4715),
     "the tools": ("ring_doctor ring_planner", 6815),
     "the tests": ("tests", 16530),
     "the pages": ("notebooks figures bench examples book", 8610),
 }
 LONGEST = 320  # lines of a file of the package
-README, FILES, TOP = 110, 431, 20  # lines; files in git; names at the top level but those that begin with a dot
+README, FILES, TOP = 110, 430, 20  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1325  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 
