@@ -19,6 +19,7 @@ from notebooks.source import build
 from notebooks.source.checks.answers import OPEN, Exercise, NotYet
 from notebooks.source.checks.rings_that_were_wrong import contradiction, same_numbers, xray_of_ring
 from notebooks.your_ring.checks import ONE_BLOCK, step
+from tests.mistakes import assert_recorded
 from tests.wrong.tried_answers import RIGHT_ANSWERS, WRONG_ANSWERS, every_third_receives_first
 
 CHAPTERS = [*build.chapters(), build.SOURCES / "appendix_ring_of_states.py"]
@@ -132,6 +133,23 @@ def test_other_right_answers_are_right(check):
 
 
 # What is asked -----------------------------------------------------------------------------------------------------
+
+
+def told(x):
+    """What is right in a case, as text; of a tensor its shape and the sum of its sizes."""
+    if isinstance(x, torch.Tensor) and x.ndim:
+        return f"{' x '.join(map(str, x.shape))} of {x.double().abs().nan_to_num().sum():.3g}"
+    if isinstance(x, dict):
+        return ", ".join(f"{name} {told(value)}" for name, value in x.items())
+    return f"{x:.3g}" if isinstance(x, float) else str(sorted(x) if isinstance(x, set) else x)
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_each_case_is_asked(name, row):
+    groups, rights = row.cases if isinstance(row.cases, dict) else {row.said: row.cases}, [name]
+    for words, cases in groups.items():
+        rights.append(f"{words}: {' | '.join(told(row.of(row.right, case)) for case in cases)}")
+    assert_recorded("\n".join(rights))
 
 
 def test_an_order_in_which_messages_wait_in_a_row_is_no_deadlock_and_slow():
