@@ -66,7 +66,7 @@ def assert_whole(of_ranks, sizes, dtype, fused_blocks=0):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_out_and_gradients(ranks, copied, world_size, dtype):
-    sizes = SIZES if world_size != 4 else (*SIZES[:3], 16, 6)  # two tokens a rank: one in each half
+    sizes = SIZES if world_size != 4 else (2, 4, 1, 16, 6)  # MQA, and two tokens a rank: one in each half
     assert_whole(ranks(world_size, on_rank, copied, sizes, dtype), sizes, dtype)
 
 
