@@ -443,12 +443,13 @@ REFUSED = [
     (ring_flash_attention, None, {"chosen": keys(0, 4), "causal": True}, ["chosen has key 4 for the query at 3"]),
     (ring_flash_attention, None, {"chosen": keys(0), "q": torch.zeros(B, H, 2, D)}, ["chosen has shape (2, 3, 1)"]),
     (ring_flash_attention, None, {"chosen": keys(0), "k": K_OF_5, "v": K_OF_5}, ["of 3 queries for 5 keys"]),
-    (choose_keys, None, {"count": 0}, ["count is 0", "expected 1 key"]),
+    *((choose_keys, None, {"count": n}, [f"count is {n}; expected 1 key"]) for n in (0, 2.0)),
     (choose_keys, 1, {"count": 3}, ["disagree about count"]),
     (choose_keys, 1, index(J=1), ["disagree about", "J=3"]),
     (choose_keys, 1, index(E=5), ["disagree about", "E=4"]),
     (choose_keys, 1, {"index_weights": torch.zeros(2, 1, 3)}, ["rank 1: index_q has shape (2, 3, 3, 4)", "(B, J, C)"]),
     (choose_keys, 1, {"index_k": torch.zeros(2, 3, 4).half()}, ["rank 1: index_k is torch.float16", "of one dtype"]),
+    (choose_keys, 1, {"index_k": torch.zeros(2, 3, 4, device="meta")}, ["rank 1: index_k is", "on meta; expected"]),
     (choose_keys, 0, {"index_k": torch.zeros(2, 3)}, ["rank 0: index_k is torch.float32 of shape (2, 3)"]),
 ]
 
