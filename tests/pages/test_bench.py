@@ -20,6 +20,7 @@ from bench import __main__ as command
 from bench import memory, pages, record, speed
 from bench.pages import BENCHES
 from bench.peers import with_gradients
+from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import laps
 
@@ -136,6 +137,11 @@ def test_a_call_ends_with_its_last_rank(ranks):
     for seconds in ranks(3, seconds_of_ranks):
         assert len(seconds) == 3
         assert max(seconds) >= 0.04  # of one call of three: not less, however fast the machine is
+
+
+def test_the_time_of_a_call_is_its_share_of_all(alone, monkeypatch):
+    monkeypatch.setattr(timeline, "time", mock.Mock(**{"perf_counter.side_effect": [1.0, 7.0]}))
+    assert laps(lambda: None, alone.device, 3) == [2.0]
 
 
 def test_results_are_kept(tmp_path, monkeypatch):
