@@ -230,7 +230,7 @@ REFUSED = [  # a function or its name, what is claimed, and what is said of it
     (own_chunk, {"layouts": ("zigzag", "striped")}, "has no argument `layout`"),
     (own_chunk, {"causal": (False, True)}, "has no argument `causal`"),
     (own_chunk, {"layout": "zigzag"}, r"layout given; expected some of .*layouts"),
-    (own_chunk, {"dtypes": "int8"}, "dtype is 'int8'"),
+    *((own_chunk, {"dtypes": it}, f"dtype is '{it}'; expected float64") for it in ("int8", "fp32")),
     *((own_chunk, {"shape": of}, "shape is .*; expected five whole numbers") for of in ((1, 2, 3), (1, 2, 0, 8, 4))),
     (own_chunk, {"shape": (1, 2, 3, 8, 4)}, "2 query heads and 3 key/value heads"),
     (own_chunk, UNEQUAL, "31 tokens on 3, 4 ranks; expected equal parts, two a rank for"),

@@ -1,5 +1,7 @@
 """The workshop: a right file passes its step, a wrong one is told what the doctor says, and a ring must be a ring."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +74,12 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
     assert checks.step(1, path) == "step 1 · one block: right"
     with pytest.raises(ValueError, match="there is no step 7; expected a number from 1 to 6"):
         checks.step(7, path)
+
+
+def test_a_ring_that_takes_any_option_takes_a_layout(tmp_path):
+    (path := tmp_path / "takes_all.py").write_text("def attention(q, k, v, **options): return q")
+    with mock.patch.object(checks, "_examined", return_value=""):
+        assert checks.step(5, path) == "step 5 · zigzag: right"
 
 
 def gathered(context):
