@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -130,18 +129,12 @@ def test_a_small_run(ranks, monkeypatch, name):
 
 
 def seconds_of_ranks(context):
-    return laps(lambda: time.sleep(0.02 * context.rank), context.device, 3)
+    with mock.patch.object(timeline, "time", mock.Mock(**{"perf_counter.side_effect": [1.0, 7.0 + 3 * context.rank]})):
+        return laps(lambda: None, context.device, 3)
 
 
-def test_a_call_ends_with_its_last_rank(ranks):
-    for seconds in ranks(3, seconds_of_ranks):
-        assert len(seconds) == 3
-        assert max(seconds) >= 0.04  # of one call of three: not less, however fast the machine is
-
-
-def test_the_time_of_a_call_is_its_share_of_all(alone, monkeypatch):
-    monkeypatch.setattr(timeline, "time", mock.Mock(**{"perf_counter.side_effect": [1.0, 7.0]}))
-    assert laps(lambda: None, alone.device, 3) == [2.0]
+def test_the_time_of_a_call_is_its_share_of_all_and_known_of_each_rank(ranks):
+    assert ranks(3, seconds_of_ranks) == [[2.0, 3.0, 4.0]] * 3
 
 
 def test_results_are_kept(tmp_path, monkeypatch):
