@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
-from textwrap import shorten
+from textwrap import fill, shorten
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ import torch
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer, Examination
 from ring_doctor.asking.questions import UNEQUAL
 from ring_doctor.explaining.conditions import ALWAYS, OUT_FIRST, separated
-from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation
+from ring_doctor.explaining.diagnosis import FEW, Diagnosis
 from ring_doctor.explaining.facts import Finding
-from ring_doctor.explaining.inference import text as in_lines
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
 
+WIDTH = 110  # of what the numbers show
 FEATURES = 5  # that were refused, in the verdict
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked again, or first in new processes, it gave different numbers to {} of the questions, as with {}"
@@ -129,10 +129,7 @@ class Report:
     @property
     def mistakes(self) -> list[Mistake]:
         """The mistakes that the verdict and the remarks name, each once."""
-        explanations: tuple[Explanation, ...] = ()
-        if self.diagnosis:
-            others = self.diagnosis.others
-            explanations = self.diagnosis.told + (others if len(others) <= FEW else ())
+        explanations = self.diagnosis.told + self.diagnosis.others if self.diagnosis else ()
         return list(dict.fromkeys(mistake for explanation in explanations for mistake in explanation.mistakes))
 
     @property
@@ -161,15 +158,11 @@ class Report:
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
         names = list(dict.fromkeys(it.words for it in (diagnosis.explanations if diagnosis else ())))
-        if len(names) > FEW:
-            said.append(f"no question tells {len(names)} known mistakes apart")
-        elif len(names) > 1:
-            said.append(f"no question tells these explanations apart: {', '.join(names)}")
+        many = f"{len(names)} known mistakes apart" if names[FEW:] else f"these explanations apart: {', '.join(names)}"
+        said += [f"no question tells {many}"] if names[1:] else []
         if diagnosis and diagnosis.rest:
-            names = [found.words for found in diagnosis.others]
-            cause = " or ".join(names) or "no known mistake"
-            cause = cause if len(names) <= FEW else f"one of {len(names)} known mistakes"
-            said.append(f"it does not explain {diagnosis.rest}: {cause} does")
+            cause = " or ".join(found.words for found in diagnosis.others) or "another mistake"
+            said.append(f"it does not explain {diagnosis.rest} ({diagnosis.count} of the wrong answers): {cause} does")
         elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
             said.append(OUT_FIRST)
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
@@ -214,7 +207,8 @@ def head(report: Report) -> str:
     patient = report.examination.patient
     words = [each for each in (patient.about, patient.version, *report.remarks) if each]
     lines = [report.verdict, *(f"  {each}" for each in words)]
-    lines += ["", "what the numbers show", in_lines(report.inference)] if report.inference else []
+    lines += ["", "what the numbers show"] if report.inference else []
+    lines += [fill(f"- {finding}", WIDTH, subsequent_indent="  ") for finding in report.inference]
     return "\n".join(lines + explained(report.mistakes))
 
 

@@ -30,9 +30,8 @@ STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TEL
 SAID = {RIGHT: "HEALTHY", RIGHT_AS_CLAIMED: "HEALTHY FOR WHAT IT TAKES", IMPRECISE: "IMPRECISE IN 16 BITS"}
 SAID |= {WRONG_RING: "SICK", CANNOT_TELL: "CANNOT TELL"}  # how a verdict begins
 TYPING_MISTAKES = ("NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError")
-OF_NO_SIZE = re.compile(  # a missing set-up, a wrong call, a key that is no number and no dtype, no GPU
-    r"TypeError: .*(NoneType|argument)|KeyError: '\D+'|CUDA|NVIDIA"
-)
+# a missing set-up, a wrong call, a key that is no number and no dtype, no GPU
+OF_NO_SIZE = re.compile(r"TypeError: .*(NoneType|argument)|KeyError: '\D+'|CUDA|NVIDIA")
 BAD_INPUT = 2  # the exit status for options that are no options
 ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
 PRODUCTS = (

@@ -48,7 +48,7 @@ def options(patient: Patient, case: Case, inputs: dict[str, Tensor], group: Proc
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "group": group or dist.group.WORLD,
-        "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
+        "window_size": (-1, -1) if case.window is None else (case.window - 1, case.window_right),
         "decay": more["log_decay"].exp() if "log_decay" in more else None,
         **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=inputs["q"].device)),
     }
@@ -78,8 +78,8 @@ def call(
         got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         queries = f"the output of this rank's queries, shape {tuple(expected)}"
         raise WrongResult(f"{patient.name} returned {got}; expected {queries}, or (output, lse)")
-    known = isinstance(lse, Tensor) and not patient.state
-    return ours(patient, out), lse_of(patient, lse, inputs["q"]) if known else None
+    lse = None if patient.state or not isinstance(lse, Tensor) else lse_of(patient, lse, inputs["q"])
+    return ours(patient, out), lse
 
 
 def lse_of(patient: Patient, lse: Tensor, q: Tensor) -> Tensor | None:

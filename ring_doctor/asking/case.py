@@ -10,8 +10,7 @@ The numbers show what random numbers hide: overflow, sums in 16 bits, the weight
     16-bit sums        of 4 ranks: sums that cancel but for a rest, which running sums in 16 bits lose; gradients alike
     X-ray 1, X-ray 2   the results are the weights W of attention and the gradients dS of its scores
 
-Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
-tokens at `positions(r)`.
+Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S.
 
 Before: probes.py. After: patient.py, what a ring may take; explaining/xray.py, which reads the results of an X-ray.
 Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray.
@@ -44,6 +43,7 @@ class Case:
     layout: str = "contiguous"  # or zigzag, striped, or "module:name" of a `Layout` or of a function that deals out
     documents: tuple[int, ...] | None = None
     window: int | None = None
+    window_right: int = 0  # beside it in window_size: under a causal mask it changes nothing, nor does -1, no end
     batch: int = 1
     heads: int = 2
     kv_heads: int = 2
@@ -144,7 +144,8 @@ class Case:
         """What else is asked, the same words for all numbers of ranks: ["batch of 2", "C = 6"]."""
         first = ", ".join(map(str, (self.documents or ())[:-1]))
         said = [f"documents of {first} and the other tokens"] if first else []
-        said += [f"window of {self.window}"] if self.window else []
+        right = f", window_size (W - 1, {self.window_right})" if self.window_right else ""
+        said += [f"window of {self.window}{right}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
         said += ["attention sinks"] if self.sinks else []
         said += [f"V of D = {self.value_dim} beside {self.head_dim}"] if self.value_dim else []

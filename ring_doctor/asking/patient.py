@@ -6,7 +6,8 @@ f gets those options that its signature has, under any of the names in NAMES: ca
 window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or, with
 `--causal`, for causal attention only. Options that only its **options could take are not given.
 An option means what it means in ../../ringlab/ring/flash_ring.py, and has this form:
-    window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
+    window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1). Under a causal
+                   mask a window is also (w - 1, w - 1), as transformers gives it, and (w - 1, -1)
     cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head
     initial_state  of a state ring (B, H, D, D), what was there before the first token: the same on every rank

@@ -21,7 +21,7 @@ import torch
 
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import LATENTS, LatentCase
-from ring_doctor.asking.patient import LEAST, Patient, dtype_of
+from ring_doctor.asking.patient import LEAST, Patient, arguments_of, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
 
 AFTER = "after another length"
@@ -46,6 +46,7 @@ KEPT = ("heads", "head dims", "batches", "dtypes", "masks", "layouts", "scales",
 WAYS |= {BESIDE + option: (f"beside calls with other {option}", "kept_from_another_call") for option in KEPT}
 UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
 VALUES, STATE = "a V with a head dim of its own", "a state before the first token"
+TO_THE_RIGHT = "a window_size whose right side is not 0"
 FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
 FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
@@ -254,9 +255,10 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
 def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
     C, causal = patient.chunk, [case for case in plain if case.causal]
-    for case in causal if "window" in patient.takes else ():
-        for window in (1, 3, C + 2, 2 * C + 1):
-            yield Question(replace(case, window=window))
+    widths = [(1, 0), (3, 0), (C + 2, 0), (2 * C + 1, 0)]
+    widths += [(3, 2), (C + 2, -1)] if "window_size" in arguments_of(patient.name, patient.function) else []
+    for case, (window, right) in itertools.product(causal, widths if "window" in patient.takes else ()):
+        yield Question(replace(case, window=window, window_right=right), feature=TO_THE_RIGHT if right else "")
     if "documents" not in patient.takes:
         return
     alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []

@@ -12,6 +12,7 @@ from typing import Any
 
 from ring_doctor.asking.answers import OK, WRONG, Answer
 from ring_doctor.asking.questions import WAYS, Question
+from ring_doctor.explaining.facts import listed
 
 ALWAYS = "in every question"
 OUT_FIRST = "its gradients do not follow from this out by formula, as autograd's may not: mend out, then ask again"
@@ -28,6 +29,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with a batch of {}", lambda question: question.case.batch),
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),
+    ("with a window_size whose right side is {}", lambda question: "not 0" if question.case.window_right else "0"),
     ("{} attention sinks", lambda question: _with(question.case.sinks)),
     ("{} a V with a head dim of its own", lambda question: _with(question.case.value_dim)),
     ("{} documents", lambda question: _with(question.case.documents)),
@@ -39,6 +41,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("{} a state before the first token", lambda question: _with(getattr(question.case, "from_state", False))),
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]
+Features = tuple[Any, ...]  # of a question, as in FEATURES
 MANY = 2  # values of a feature in a sentence; of more, those without the mistake are said
 
 
@@ -51,25 +54,24 @@ def _with(feature: Any) -> str:
     return "with" if feature else "without"
 
 
-def when_it_shows(answers: Sequence[Answer]) -> str:
+def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bool]]:
     """The features with which the mistake shows, in words; "" where no two questions tell it.
 
-    Together they are true of every wrong answer and of no right one.
+    Together they are true of every wrong answer and of no right one. If none are, two features of which each wrong
+    answer has one may be. Also whether another wrong answer has them, and is wrong in no other result.
     """
     results = {name for answer in answers if answer.state == WRONG for name in answer.wrong}
-    if results <= {f"d{name}" for answer in answers for name in answer.case.learned}:  # which few questions have
-        results.add("dq")
-    right = [_features(it.question) for it in answers if it.state == OK and not results.isdisjoint(it.results)]
+    seen = results | ({"dq"} if results <= {f"d{name}" for it in answers for name in it.case.learned} else set())
+    right = [_features(it.question) for it in answers if it.state == OK and not seen.isdisjoint(it.results)]
     wrong = [_features(answer.question) for answer in answers if answer.state == WRONG]
     told: list[tuple[int, set[Any], set[Any]]] = []  # a feature, its values in wrong answers, those in right ones only
-    for i in range(len(FEATURES)):
-        sick = {features[i] for features in wrong}
-        others = {features[:i] + features[i + 1 :] for features in wrong}
-        if any(x[i] not in sick and x[:i] + x[i + 1 :] in others for x in right):
+    for i, sick in enumerate(map(set, zip(*wrong, strict=True))):
+        near = {features[:i] + features[i + 1 :] for features in wrong}
+        if any(x[i] not in sick and x[:i] + x[i + 1 :] in near for x in right):
             told.append((i, sick, {x[i] for x in right} - sick))
-    if any(all(x[i] in sick for i, sick, _ in told) for x in right):
-        return ""
-    said = []
+    untrue = any(all(x[i] in sick for i, sick, _ in told) for x in right)
+    either, told = (_either(right, wrong), []) if untrue else ((), told)
+    said = [f"{' or '.join(_in_words(i, {value}) for i, value in either)} only"] if either else []
     for i, sick, healthy in told:
         if FEATURES[i][0] == RANKS:
             worlds = f"from {min(sick)} ranks on" if max(healthy) + 1 == min(sick) else _in_words(i, sick, ", ")
@@ -77,7 +79,24 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
         else:
             but = "but not" if said else "everywhere but"
             said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
-    return ", ".join(said) if said else ALWAYS
+
+    def shows(answer: Answer) -> bool:
+        x = _features(answer.question)
+        of_all = all(x[i] in sick for i, sick, _ in told) and (not either or any(x[i] == value for i, value in either))
+        return of_all and answer.wrong.keys() <= results
+
+    return ", ".join(said) or ("" if untrue else ALWAYS), shows
+
+
+def _either(right: list[Features], wrong: list[Features]) -> Sequence[tuple[int, Any]]:
+    """Two values of features of which every wrong question has one, and no right question has any; () if none are.
+
+    A right question differs from a wrong one in this feature alone.
+    """
+    near = {(i, x[:i] + x[i + 1 :]) for x in right for i in range(len(x))}
+    told = {(i, x[i]) for x in wrong for i in range(len(x)) if (i, x[:i] + x[i + 1 :]) in near}
+    pairs = itertools.combinations(sorted(told - {it for x in right for it in enumerate(x)}, key=str), MANY)
+    return next((two for two in pairs if all(any(x[i] == value for i, value in two) for x in wrong)), ())
 
 
 def separated(right: Iterable[Question], wrong: Iterable[Question], most: int = 2) -> str | None:
@@ -103,7 +122,7 @@ def where_left(left: Mapping[Question, Sequence[str]], answers: Sequence[Answer]
     for questions, names in where.items():
         fine = [it.question for it in answers if it.question not in questions and names[0] in it.results]
         told = (separated(fine, questions) or f"as with {questions[0].words()}") if fine else ""
-        said.append(f"{' and '.join(names)} {told}".rstrip())
+        said.append(f"{listed(names)} {told}".rstrip())
     return "; ".join(said[:MANY])
 
 
@@ -111,5 +130,5 @@ def _in_words(i: int, values: set[Any], between: str = " or ") -> str:
     return FEATURES[i][0].format(between.join(map(str, sorted(values)))).replace("with 1 ranks", "with one rank")
 
 
-def _features(question: Question) -> tuple[Any, ...]:
+def _features(question: Question) -> Features:
     return tuple(feature(question) for _, feature in FEATURES)

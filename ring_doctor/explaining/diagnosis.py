@@ -27,14 +27,15 @@ from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.explaining.conditions import ALWAYS, separated, when_it_shows, where_left
 from ring_doctor.explaining.facts import WrongAnswer
-from ring_doctor.mistakes import Change, Mistake, latents
+from ring_doctor.mistakes import Change, Mistake, latents, states
+from ring_doctor.mistakes.backward import in_backward
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
-from ring_doctor.mistakes.states import MISTAKES as STATES
 from ring_doctor.mistakes.states import RIGHT_STATES, compute_states
 
 FORWARD = ("out", "lse")
 OF_KINDS = ("dlog_decay", "dbeta", "dstate", "dweight", "drope_keys", "dlatents", "dw_k", "dw_v")  # of states, latents
 EVERYTHING = (*FORWARD, "dq", "dk", "dv", *OF_KINDS)
+Results = tuple[str, ...]  # their names
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
 LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 OTHER_GRADIENTS = ("views", "gradient of lse")  # ways to ask whose right gradients are not those of a plain question
@@ -73,6 +74,7 @@ class Diagnosis:
     answers: tuple[Answer, ...]  # the wrong answers
     when: str  # the mistake shows, in words; "": no two questions tell it
     rest: str = ""  # what is wrong that the explanations do not give, in words: "dv with grouped queries"; "": nothing
+    count: int = 0  # of the answers that it is in; without a name, those outside of `when`, or wrong in other results
     others: tuple[Explanation, ...] = ()  # of the rest
     follow: bool = True  # the gradients of a wrong out are those that an explanation makes of it, by formula
 
@@ -93,32 +95,44 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
         return None
     others = [answer for answer in answered if not imprecise(answer)]  # what is only imprecise has another cause
     telling = others if _wrong(others) else answered
+    usual = [answer for answer in telling if answer.case.inputs not in UNROUNDED]  # which hide what is not rounding
+    telling = usual if _wrong(usual) else telling
     if examination.changes:
         return Diagnosis((), tuple(wrong), "")  # right answers are right by luck
-    ways = _ways([answer for answer in wrong if answer.case.dtype.itemsize > 2] or wrong, answered)
-    kept = " and ".join(option for option in KEPT if BESIDE + option in ways)
-    of_ways = tuple(dict.fromkeys(BY_WAY[way] for way in BY_WAY if way in ways))
-    if ways and "without gradients" not in ways:
-        return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when_it_shows(telling))
-    state, on_paper = examination.patient.state, _telling(answered)
-    of_kind = latents.MISTAKES if state == LATENTS else STATES if state else CATALOGUE
-    found, follow = _explain(on_paper, of_kind.values(), progress)
-    left = _left(found, wrong, follow) if len(found) <= FEW else {}
-    besides, of_rest = _explain(_rest(on_paper, left), of_kind.values()) if left else ([], True)
-    besides = [] if _left(besides, [of.answer for of in _rest(map(WrongAnswer, wrong), left)], of_rest) else besides
-    when = when_it_shows([it for it in telling if it.state != WRONG or {*it.wrong} != {*left.get(it.question, ())}])
+    of_ways = _of_ways([answer for answer in wrong if answer.case.dtype.itemsize > 2] or wrong, answered)
+    if of_ways and BY_WAY["without gradients"] not in of_ways[0].mistakes:
+        return Diagnosis((*of_ways,), tuple(wrong), when_it_shows(telling)[0])
+    state = examination.patient.state
+    of_kind = latents.MISTAKES if state == LATENTS else states.MISTAKES if state else CATALOGUE
+    found, follow = _explain(_telling(answered), of_kind.values(), progress)
+    faults = [it for it in examination.faults if it.state == WRONG and it.results]
+    left = _left(found if len(found) <= FEW else [], faults, follow)
+    told = [it for it in telling if it.state != WRONG or {*it.wrong} - {*left.get(it.question, ())}]
+    if not _wrong(told):  # but for some roundings
+        told, found, left = telling, [], {}
+    when, shows = when_it_shows(told)
+    found = found or of_ways
+    left = left if 0 < len(found) <= FEW else {it.question: tuple(it.wrong) for it in faults if not shows(it)}
     when = "" if left and when == ALWAYS else when
-    found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
-    rest = where_left(left, answered)
-    return Diagnosis(tuple(found), tuple(wrong), when, rest, tuple(besides), follow or bool(state))
+    of_left = [it for it in faults if it.question in left]
+    rest = _rest(_telling([it for it in answered if it.state != WRONG] + of_left), left) if left else []
+    besides, of_rest = _explain(rest, of_kind.values())
+    unnamed = _left(besides, [of.answer for of in _rest(map(WrongAnswer, of_left), left)], of_rest)
+    besides = _of_ways(of_left, answered) or ([] if unnamed or len(besides) > FEW else besides)
+    said = where_left(left, examination.answers)
+    return Diagnosis(tuple(found), tuple(wrong), when, said, len(left), tuple(besides), follow or bool(state))
 
 
-def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
+def _of_ways(wrong: list[Answer], answered: list[Answer]) -> list[Explanation]:
     """The ways to ask, if they are what the wrong answers have in common: asked as usual, the same inputs are right."""
     ways = {answer.question.how for answer in wrong}
     usual = {"plain", "without gradients"} - ways  # all of them right
     right = {answer.case.inputs for answer in answered if answer.question.how in usual}
-    return ways if ways <= set(BY_WAY) and right >= {answer.case.inputs for answer in wrong} else set()
+    if not (ways and ways <= set(BY_WAY) and right >= {answer.case.inputs for answer in wrong}):
+        return []
+    kept = " and ".join(option for option in KEPT if BESIDE + option in ways)
+    of_ways = tuple(dict.fromkeys(BY_WAY[way] for way in BY_WAY if way in ways))
+    return [Explanation(of_ways, lambda steps: steps, kept)]
 
 
 def _wrong(answers: Iterable[Answer]) -> list[Answer]:
@@ -130,7 +144,8 @@ def _telling(answered: list[Answer]) -> list[WrongAnswer]:
 
     Wrong answers of three ranks come first: they are small, and most entries are ruled out by the first of them.
     """
-    on_paper = [answer for answer in answered if _on_paper(answer)]
+    usual = [it for it in answered if it.question.how in ("plain", "without gradients")]
+    on_paper = [answer for answer in usual if not answer.case.large_tiles]  # but for kernels of 16 bits that round
     plain, in_16_bits = ([x for x in on_paper if (x.case.dtype.itemsize > 2) == wide] for wide in (True, False))
     of_16_bits = [answer for answer in answered if answer.case.inputs in UNROUNDED]
     large = [answer for answer in _wrong(answered) if answer.case.large_tiles and answer.case.seq_len <= LARGEST]
@@ -138,19 +153,8 @@ def _telling(answered: list[Answer]) -> list[WrongAnswer]:
     kinds: list[list[Answer]] = [[], of_16_bits, in_16_bits, large[:1]]  # a mistake of 16 bits, a ring for 16 bits only
     # with the plain ones: an entry that would make a wider dtype wrong too is not the mistake
     answers = next((plain + kind for kind in kinds if _wrong(plain + kind)), plain)
-
-    def first(answer: Answer) -> tuple[bool, bool, int, int]:
-        return answer.case.large_tiles, answer.state != WRONG, abs(answer.case.world_size - 3), answer.case.seq_len
-
-    return [WrongAnswer(answer) for answer in sorted(answers, key=first)]
-
-
-def _on_paper(answer: Answer) -> bool:
-    """Whether the numbers of an answer can be computed on paper; those of 16-bit kernels with their roundings cannot.
-
-    A question that asks in another way is for other faults; a large one would take seconds for each entry.
-    """
-    return answer.question.how in ("plain", "without gradients") and not answer.case.large_tiles
+    answers.sort(key=lambda it: (it.case.large_tiles, it.state != WRONG, abs(it.case.world_size - 3), it.case.seq_len))
+    return list(map(WrongAnswer, answers))
 
 
 def _explain(
@@ -160,7 +164,7 @@ def _explain(
 
     The simplest kind of explanation that fits is returned.
     """
-    entries = _entries(mistakes)
+    entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     wrong = {name for answer in usual for name in answer.answer.wrong}
@@ -171,7 +175,7 @@ def _explain(
         parts = [FORWARD, ("out",)]
     parts = [names for names in parts if not clear.isdisjoint(names)]  # else any entry fits
     for names in parts:
-        searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _on_some_ranks)
+        searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _in_part)
         for some, search in searches:
             how = search.__name__.strip("_").replace("_", " ")
             progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}, {how}")
@@ -187,36 +191,36 @@ def _left(found: list[Explanation], wrong: list[Answer], follow: bool) -> dict[Q
     """By question the wrong results that no explanation gives; no gradients that do not follow from a wrong out."""
     left = {}
     for of in map(WrongAnswer, wrong if found else ()):
-        if of.case.dtype.itemsize > 2 and of.case.seq_len <= LARGEST:
+        if of.case.seq_len <= LARGEST:
             other = of.answer.question.how in OTHER_GRADIENTS or ("out" in of.answer.wrong and not follow)
             names = [name for name in (FORWARD if other else EVERYTHING) if name in of.answer.wrong]
-            left[of.answer.question] = tuple(n for n in names if all(_fits(x, of, (n,)) is False for x in found))
+            left[of.answer.question] = tuple(n for n in names if not any(_may_give(x, of, n) for x in found))
     return {question: names for question, names in left.items() if names}
+
+
+def _may_give(explanation: Explanation, of: WrongAnswer, name: str) -> bool:
+    """Whether an explanation gives this wrong result; in 16 bits, most of its error."""
+    if (fits := _fits(explanation, of, (name,))) is not False or of.case.dtype.itemsize > 2:
+        return fits is not False
+    expected = _expected(of.case, explanation.change, name not in FORWARD, explanation.condition)[name]
+    error, rest = ((of.seen(name) - x).norm() for x in (of.exact(name), expected))
+    return bool(2 * rest < error) or (imprecise(of.answer) and of.case.inputs not in UNROUNDED)
 
 
 def _rest(answers: Iterable[WrongAnswer], left: dict[Question, tuple[str, ...]]) -> list[WrongAnswer]:
     """The right answers, and what is left of wrong ones, but where a wrong out that is explained changes it too."""
     rest = []
-    for of in answers:
-        answer, names = of.answer, left.get(of.answer.question, ())
+    for answer, names in ((of.answer, left.get(of.answer.question, ())) for of in answers):
         results = {name: x for name, x in answer.results.items() if name in names or name not in answer.wrong}
-        if not answer.wrong:
-            rest.append(of)
-        elif names and ("out" in names or "out" not in answer.wrong):
+        if not answer.wrong or (names and ("out" in names or "out" not in answer.wrong)):
             rest.append(WrongAnswer(replace(answer, results=results, wrong={n: answer.wrong[n] for n in names})))
     return rest
-
-
-def _entries(mistakes: Iterable[Mistake]) -> list[Explanation]:
-    return [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
 
 
 # Which explanations fit ---------------------------------------------------------------------------------------------
 
 
-def _fitting(
-    explanations: Iterable[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
-) -> list[Explanation]:
+def _fitting(explanations: Iterable[Explanation], answers: list[WrongAnswer], names: Results) -> list[Explanation]:
     """The explanations that give the ring's numbers in every answer, each name once."""
     found: dict[str, Explanation] = {}
     for explanation in explanations:
@@ -225,7 +229,7 @@ def _fitting(
     return list(found.values())
 
 
-def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple[str, ...]) -> bool:
+def _explains(explanation: Explanation, answers: list[WrongAnswer], names: Results) -> bool:
     """Whether no answer contradicts the explanation, and a wrong answer confirms it."""
     confirmed = False
     for answer in answers:
@@ -236,7 +240,7 @@ def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple
 
 
 def under_a_condition(
-    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...], *, most: bool = False
+    explanations: list[Explanation], answers: list[WrongAnswer], names: Results, *, most: bool = False
 ) -> list[Explanation]:
     """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
 
@@ -262,20 +266,22 @@ def under_a_condition(
     return [explanation for count, explanation in found.values() if count == least]
 
 
-def _on_some_ranks(
-    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
-) -> list[Explanation]:
-    """Those that give out and lse when some ranks make the mistake and the others do not."""
+def _in_part(explanations: list[Explanation], answers: list[WrongAnswer], names: Results) -> list[Explanation]:
+    """Those that give out and lse when some ranks make the mistake; or gradients, when nothing else is wrong by it."""
     for words, ranks in SOME_RANKS.items() if names == FORWARD else ():
         of_ranks = [(it.answer.ranks.get(name, ()), ranks(it.case.world_size)) for it in answers for name in names]
-        if all(set(wrong) <= set(sick) for wrong, sick in of_ranks):
-            found = _fitting((replace(each, condition=words) for each in explanations), answers, names)
-            if found:
-                return found
-    return []
+        fits = all(set(wrong) <= set(sick) for wrong, sick in of_ranks)
+        if fits and (found := _fitting((replace(x, condition=words) for x in explanations), answers, names)):
+            return found
+    if names != EVERYTHING:
+        return []
+    backward = (replace(x, change=in_backward(x.change), condition="in the backward pass") for x in explanations)
+    wrong = tuple({name for it in answers for name in it.answer.wrong})
+    alone = (replace(each, condition=f"in {wrong[0]}") for each in explanations if len(wrong) == 1)
+    return _fitting(backward, answers, names) or _fitting(alone, answers, (*FORWARD, *wrong))
 
 
-def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) -> bool | None:
+def _fits(explanation: Explanation, wrong: WrongAnswer, names: Results) -> bool | None:
     """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper."""
     answer, case = wrong.answer, wrong.case
     names = tuple(name for name in names if name in answer.results)

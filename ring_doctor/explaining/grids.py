@@ -29,6 +29,8 @@ TITLES = {  # the four matrices: what a reader sees of them, and the result that
 }
 LOOKS = {  # by matrix and kind of a tile
     ("W backward", "scaled"): "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row",
+    ("W backward", "missing"): "the rounds of the backward pass, the way home of dv, V received outside autograd",
+    ("W forward", "scaled"): "the scale, the factors with which blocks are merged, the lse that these are made of",
     ("W backward", "keys"): "the way home of dk and dv of these keys, at a second sum over ranks",
 }
 OF_VALUES = "v of these keys, whose weights are right: at a sum over ranks in the place of a broadcast"
@@ -108,9 +110,18 @@ class Matrix:
         return f"the weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1"
 
     @property
+    def relative(self) -> str:
+        """Where a tile is scaled: that those which are right are so up to a factor of each query only."""
+        seen, right, allowed = self.sheet.seen, self.sheet.right, self.sheet.allowed
+        ratio = seen / right * ((seen - right).abs() > allowed) * ("scaled" in {tile.kind for tile in self.tiles})
+        cuts = [self.sheet.cut(ratio, tile.rank, tile.block) for tile in self.tiles if tile.kind == "ok"]
+        factors = [x for cut in cuts for x in cut[(cut > 0) & cut.isfinite()].tolist()] if self.name[0] == "W" else []
+        return f"ok means right up to one factor of each query: {_between(factors)}" if factors else ""
+
+    @property
     def shown(self) -> list[str]:
         """All that is wrong, in lines."""
-        return [line for line in (*self.of_tiles, self.of_rows) if line]
+        return [line for line in (*self.of_tiles, self.of_rows, self.relative) if line]
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,8 @@ class XRay:
             look = OF_SIZES if kind == "scaled" and self.case.inputs == SIZES else look
             look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) else look
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
-            full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", matrix.shows[0]
+            tiles, title = "; ".join(filter(None, (shown, matrix.relative))), matrix.shows[0]
+            full = f"X-ray ({self.case.words()}): {matrix.title}: {tiles}"
             nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell
             said.setdefault(shown, Finding(full, look, f"wrong {title}" if nothing else f"{title}: {shown}"))
         return list(said.values())

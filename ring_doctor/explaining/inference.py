@@ -14,9 +14,7 @@ may wait for its receiver.
 
 import linecache
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from textwrap import fill
 
 import torch
 
@@ -25,11 +23,10 @@ from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.asking.latent_case import LatentCase
 from ring_doctor.asking.questions import BESIDE
-from ring_doctor.explaining.conditions import separated
+from ring_doctor.explaining.conditions import separated, where_left
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, WrongAnswer, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 
-WIDTH = 110
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 IN_A_PART = Finding(
     "It is wrong only where its group is a part of the job, as ranks 1 to 3 of 4",
@@ -77,7 +74,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return _of_one_rank(examination, told, [*in_a_part, *first, *shown, *_which(told), *follows]) + hangs
+    return _of_one_rank(examination, told, [*in_a_part, *first, *shown, *_which(told, examination), *follows]) + hangs
 
 
 def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
@@ -123,11 +120,6 @@ def _in_order(results: set[str]) -> str:
     return listed([name for name in RESULTS if name in results])
 
 
-def text(findings: Sequence[Finding]) -> str:
-    """The findings for a terminal; "" if there is none."""
-    return "\n".join(fill(f"- {finding}", WIDTH, subsequent_indent="  ") for finding in findings)
-
-
 def _of_rounding(wrong: list[Answer]) -> list[Finding]:
     """What follows from answers that are right but for rounding to 16 bits."""
     usual = [answer for answer in wrong if answer.case.inputs != "large"]
@@ -157,9 +149,13 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], Finding]:
     return {tuple(of): CONTENTS[i].finding(of, facts) for (i, facts), of in groups.items()}
 
 
-def _which(told: list[WrongAnswer]) -> list[Finding]:
-    """What follows from which results are wrong."""
+def _which(told: list[WrongAnswer], examination: Examination) -> list[Finding]:
+    """What follows from which results are wrong, and where others are wrong too."""
     wrong = {name for each in told for name in each.answer.wrong}
+    more = {it.question: [name for name in it.wrong if name not in wrong] for it in examination.faults if it.results}
+    if any(more.values()):
+        but, found = where_left(more, examination.answers), _which(told, replace(examination, answers=[]))
+        return [replace(each, says=f"But for {but}: {each.says}") for each in found]
     right = {name for each in told for name in each.answer.results} - wrong
     gradients = [name for name in RESULTS[2:] if name in wrong]
     if "out" not in wrong:

@@ -80,16 +80,6 @@ def believed(at: Callable[[Case, int], Tensor]) -> Change:
     return sees(lambda x: x.believed(at))
 
 
-def without_a_key(x: Pairs, *, at: int, far: bool) -> Tensor:
-    """No query sees the key number `at` of a block; with `far`, of the blocks of other ranks."""
-    return x.seen & ((x.n != at % x.keys) | (far and x.own))
-
-
-def exchanged_halves(case: Case, rank: int) -> Tensor:
-    at = case.positions(rank)
-    return at.roll(len(at) // 2) if case.layout == "zigzag" else at
-
-
 def in_place_of(layout: str, case: Case, rank: int) -> Tensor:
     """The positions of a rank in another layout. Raises NotOnPaper where the tokens do not fit."""
     try:
@@ -104,6 +94,13 @@ def whole_tiles(tile: int) -> Change:
 
 def other_window(x: Pairs, more: int) -> Tensor:
     return x.seen if x.window is None else x.of(window=max(1, x.window + more))
+
+
+def window_alone(x: Pairs) -> Tensor:
+    """The window as window_size (W - 1, right) without the causal mask; a right side of -1 has no end."""
+    right = x.case.window_right
+    near = (x.c > x.p - (x.window or 0)) & ((x.c <= x.p + right) | (right < 0))
+    return x.of(causal=False, window=None) & near if right else x.seen
 
 
 def own_window(x: Pairs) -> Tensor:
@@ -151,13 +148,15 @@ CHANGES = {
         causal(lambda x: x.seen if x.own else (x.n < x.i) & x.seen),
     ],
     "key_lost_at_a_border": [
-        *(sees(partial(without_a_key, at=at, far=far)) for far in (True, False) for at in (-1, 0)),
+        # the last or the first key of each block of other ranks, or of each block
+        *map(lambda at: sees(lambda x: x.seen & ((x.n != at % x.keys) | x.own)), (-1, 0)),
+        *map(lambda at: sees(lambda x: x.seen & (x.n != at % x.keys)), (-1, 0)),
         causal(lambda x: x.seen & ((x.n != x.keys - 1) | (x.j != x.r - 1))),  # of gathered keys: a key too early
     ],
     "causal_unasked": [sees(lambda x: x.of(causal=True))],
     "next_token_seen": [causal(lambda x: x.c <= x.p + 1), causal(lambda x: x.c <= x.p + 1 if x.own else x.seen)],
     "chunk_index_under_zigzag": [causal(lambda x: x.n <= x.i if x.own else x.before)],
-    "halves_swapped": [causal(lambda x: x.believed(exchanged_halves))],
+    "halves_swapped": [causal(lambda x: x.believed(lambda case, r: case.positions(r).roll(x.rows // 2 * x.zigzag)))],
     "other_half_of_the_keys": [causal(lambda x: x.n >= x.keys // 2 if x.zigzag and x.before else x.seen)],
     "other_half_of_the_queries": [causal(lambda x: x.i < x.rows // 2 if x.zigzag and x.after else x.seen)],
     "striped_diagonal_kept": [causal(lambda x: x.n <= x.i if x.striped and x.after else x.seen)],
@@ -167,6 +166,7 @@ CHANGES = {
     "window_ignored": [sees(lambda x: x.of(window=None))],
     "window_one_more": [sees(lambda x: other_window(x, 1)), sees(lambda x: other_window(x, 1) & x.seen.any())],
     "window_one_less": [sees(lambda x: other_window(x, -1))],
+    "causal_forgotten_with_a_window": [sees(window_alone)],
     "window_in_the_own_block_only": [sees(own_window), sees(lambda x: own_window(x) & x.seen.any())],
     # (W - 1) / C or W / C hops, rounded down: this is right where C divides W
     "window_hops_rounded_down": [*(sees(partial(fewer_hops, less=less)) for less in (1, 0))],

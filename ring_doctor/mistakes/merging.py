@@ -151,10 +151,6 @@ def exchanged(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor,
     return steps.merge(case, out, lse_j, out_j, lse)[0], torch.logaddexp(lse, lse_j)
 
 
-def largest_lse(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-    return steps.merge(case, out, lse, out_j, lse_j)[0], torch.maximum(lse, lse_j)
-
-
 def shares_by_maximum(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
     """The shares are e^(lse - new lse). They add up to more than 1, because the new lse is too small."""
     largest = torch.maximum(lse, lse_j)
@@ -236,7 +232,10 @@ CHANGES = {
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
     "shares_exchanged": [but(merge=exchanged), *(of(but(merge=exchanged)) for of in (in_seen_blocks, in_seen_rows))],
-    "lse_merged_by_maximum": [but(merge=largest_lse), merge(shares_by_maximum)],
+    "lse_merged_by_maximum": [
+        but(merge=lambda steps, case, *rows: (steps.merge(case, *rows)[0], torch.maximum(*rows[1::2]))),
+        merge(shares_by_maximum),
+    ],
     "unstabilised": [merge(without_maximum)],
     "not_divided": [but(combine=undivided)],
     "padding_unmasked": [

@@ -52,10 +52,10 @@ def returned(change: Callable[[Case, Tensor], Tensor]) -> Change:
     return in_the_end(lambda steps, case, x: {"out": change(case, x["out"])}, "out")
 
 
-def kv_heads_in_turn(steps: Steps, case: Case) -> Tensor:
+def kv_heads_in_turn(steps: Steps, case: Case, *, few: bool = False) -> Tensor:
     if case.kv_heads < case.world_size:
         return rank_of_heads(case) % case.kv_heads
-    return dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)]
+    return steps.kv_heads(case) if few else dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)]
 
 
 def in_runs(case: Case, out: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ CHANGES = {
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads)]),
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads).argsort()]),
     ],
-    "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn)],
+    "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn), but(kv_heads=lambda *x: kv_heads_in_turn(*x, few=True))],
     "all_to_all_back_in_wrong_token_order": [
         returned(in_runs),
         returned(lambda case, out: in_runs(case, in_runs(case, out))),

@@ -256,15 +256,17 @@ def test_when_a_mistake_shows():
             Answer(Question(case), state, results={"out": 0.0, "dq": 0.0}, wrong=out if state == WRONG else {})
             for case, state in pairs
         ]
-        return when_it_shows(answers)
+        return when_it_shows(answers)[0]
 
     plain, causal = Case(3, 18), Case(3, 18, True)
     from_3 = [(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]
     assert when(*from_3) == "from 3 ranks on (right with 1, 2)"
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
-    assert when((plain, OK), (causal, WRONG), (Case(4, 24), WRONG)) == ""  # neither alone tells it
+    assert when((plain, OK), (causal, WRONG), (Case(4, 24), WRONG)) == "with 4 ranks or under a causal mask only"
     assert when((causal, WRONG)) == "in every question"
+    either = [(replace(causal, window=3), WRONG), (replace(causal, documents=(7, 11)), WRONG)]
+    assert when((causal, OK), *either) == "with a window or with documents only"
     two_more = (replace(causal, batch=2, heads=4), OK)  # no feature that was found is false of it
     assert when((plain, OK), (causal, WRONG), two_more) == ""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32)

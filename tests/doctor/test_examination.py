@@ -170,8 +170,10 @@ THREE = headline(3, []).diagnosis.explanations
 REPORTS = {
     **XRAYED,
     **{
-        f"{n} others": replace(it := headline(1, []), diagnosis=replace(it.diagnosis, rest="dv", others=THREE[:n]))
-        for n in (2, 3)
+        f"{n} others": replace(
+            it := headline(1, []), diagnosis=replace(it.diagnosis, rest="dv", count=n, others=THREE[:n])
+        )
+        for n in (0, 2)
     },
     "limited beside unequal chunks": Report(
         Examination(PATIENT, [SECOND[0], answer(UNEQUAL_CHUNKS, FAILED)], limits=["x"]), None, ""

@@ -276,6 +276,10 @@ def plain_only(q, k, v):
     return ring_flash_attention(q, k, v)
 
 
+def with_a_pair(q, k, v, causal=False, window_size=(-1, -1)):
+    return ring_flash_attention(q, k, v, causal=causal)
+
+
 def in_zigzag(q, k, v, *, g, initial_state=None, layout="contiguous"):
     return q
 
@@ -287,8 +291,9 @@ PATIENTS = {
     "forward only": replace(RING, gradients=False),
     "zigzag in float64 only": patient_of(odd_patients.right, causal=True, layouts="zigzag", dtypes="float64"),
     **{f"{', '.join(only)} only": replace(RING, dtypes=only) for only in (("float64", "float32"), ("float16",))},
-    **{f"{worlds} ranks": replace(RING, worlds=worlds) for worlds in ((1, 2, 3), (2, 3), (6, 8))},
+    **{f"{worlds} ranks": replace(RING, worlds=worlds) for worlds in ((1, 2, 3), (2, 3), (2, 4), (6, 8))},
     "own sizes": replace(RING, heads=6, kv_heads=3, head_dim=24, chunk=16, batch=2),
+    "a pair for the window": patient_of(with_a_pair, worlds=(1, 4, 5)),
     "the least sizes": replace(RING, chunk=4, head_dim=1),
     "states": patient_of(ring_linear_attention, state=True, worlds=(2, 3)),
     "states of each key": patient_of(in_zigzag, state="each key", worlds=(2, 3)),
