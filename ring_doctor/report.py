@@ -119,10 +119,11 @@ class Report:
     def limits(self) -> list[str]:
         """What the function takes, where a ring may take more."""
         said, fails = list(self.examination.limits), dict[str, list[str]]()
+        usual = {answer.says for answer in self.examination.faults}  # without the feature too
         for feature, answer in self.examination.beyond.items():
-            if answer.state == FAILED:
+            if answer.state == FAILED and answer.says not in usual:
                 fails.setdefault(answer.says.splitlines()[0], []).append(feature)
-            else:
+            elif answer.state != FAILED:
                 said.append(f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
         return said + [f"it fails with {', '.join(features)} ({why})" for why, features in fails.items()]
 
@@ -155,6 +156,10 @@ class Report:
         others = [answer for answer in faults if answer.state == WRONG and answer not in unequal]
         if unequal and (not others or any(answer.state == FAILED for answer in unequal)):
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
+        if faults and all(answer.state == FAILED and not answer.lost for answer in self.examination.answers):
+            off = [answer.question.words() for answer in faults if answer.wrong]
+            too = f"in {len(off)} of them with wrong numbers too, as with {off[0]}" if off else "so no number is judged"
+            said.append(f"it fails in every question, {too}: mend this, then ask again")
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
         names = list(dict.fromkeys(it.words for it in (diagnosis.explanations if diagnosis else ())))
@@ -239,7 +244,7 @@ def _table(answers: list[Answer]) -> list[str]:
             elif state == REFUSED:  # in one line of code, with one sentence: one kind, whatever was asked
                 kind = (answer.where, re.split(r"\d", answer.says)[0])
             kinds.setdefault(kind, []).append(answer)
-        for first, *others in list(kinds.values())[:LISTED]:
+        for first, *others in sorted(kinds.values(), key=lambda of: -len(of[0].wrong))[:LISTED]:
             more = f" and {len(others)} more" if others else ""
             lines.append(f"{state:<10}{first.question.words()}{more}: {found_in(first)}")
         if len(kinds) > LISTED:

@@ -7,10 +7,11 @@ Before: asking/questions.py. After: diagnosis.py; inference.py, for what an X-ra
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ring_doctor.asking.answers import OK, WRONG, Answer
+from ring_doctor.asking.answers import OK, WRONG, Answer, imprecise
 from ring_doctor.asking.questions import WAYS, Question
 from ring_doctor.explaining.facts import listed
 
@@ -29,6 +30,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with a batch of {}", lambda question: question.case.batch),
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),
+    ("with {} of one key", lambda question: "a window" if question.case.window == 1 else "no window"),
     ("with a window_size whose right side is {}", lambda question: "not 0" if question.case.window_right else "0"),
     ("{} attention sinks", lambda question: _with(question.case.sinks)),
     ("{} a V with a head dim of its own", lambda question: _with(question.case.value_dim)),
@@ -58,37 +60,45 @@ def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bo
     """The features with which the mistake shows, in words; "" where no two questions tell it.
 
     Together they are true of every wrong answer and of no right one. If none are, two features of which each wrong
-    answer has one may be. Also whether another wrong answer has them, and is wrong in no other result.
+    answer has one may be. Also whether another wrong answer has them, and is wrong in no other result. Of roundings
+    neither the mask nor the numbers are a feature: whether they show is luck.
     """
-    results = {name for answer in answers if answer.state == WRONG for name in answer.wrong}
+    bad = [answer for answer in answers if answer.state == WRONG]
+    rounded = all(map(imprecise, bad))
+    shown = {answer.case.inputs for answer in (bad if rounded else answers)}
+    results = {name for answer in bad for name in answer.wrong}
     seen = results | ({"dq"} if results <= {f"d{name}" for it in answers for name in it.case.learned} else set())
-    right = [_features(it.question) for it in answers if it.state == OK and not seen.isdisjoint(it.results)]
-    wrong = [_features(answer.question) for answer in answers if answer.state == WRONG]
-    told: list[tuple[int, set[Any], set[Any]]] = []  # a feature, its values in wrong answers, those in right ones only
+    wrong = {_features(answer.question, rounded) for answer in bad}
+    fine = [it for it in answers if it.state == OK and not seen.isdisjoint(it.results)]
+    right = {_features(it.question, rounded) for it in fine if it.case.inputs in shown} - (wrong if rounded else set())
+    told: list[tuple[int, set[Any]]] = []  # a feature, and its values in wrong answers
     for i, sick in enumerate(map(set, zip(*wrong, strict=True))):
         near = {features[:i] + features[i + 1 :] for features in wrong}
         if any(x[i] not in sick and x[:i] + x[i + 1 :] in near for x in right):
-            told.append((i, sick, {x[i] for x in right} - sick))
-    untrue = any(all(x[i] in sick for i, sick, _ in told) for x in right)
+            told.append((i, sick))
+    untrue = any(all(x[i] in sick for i, sick in told) for x in right)
     either, told = (_either(right, wrong), []) if untrue else ((), told)
     said = [f"{' or '.join(_in_words(i, {value}) for i, value in either)} only"] if either else []
-    for i, sick, healthy in told:
+    for i, sick in told:
+        others = {x[i] for x in right} - sick
+        healthy = {x[i] for x in right if x[i] in others and all(x[j] in of for j, of in told if j != i)}
         if FEATURES[i][0] == RANKS:
             worlds = f"from {min(sick)} ranks on" if max(healthy) + 1 == min(sick) else _in_words(i, sick, ", ")
-            said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
+            well, unasked = (", ".join(map(str, sorted(of))) for of in (healthy, others - healthy))
+            said.append(f"{worlds} (right with {well}{unasked and f'; not asked with {unasked}'})")
         else:
             but = "but not" if said else "everywhere but"
             said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
 
     def shows(answer: Answer) -> bool:
-        x = _features(answer.question)
-        of_all = all(x[i] in sick for i, sick, _ in told) and (not either or any(x[i] == value for i, value in either))
+        x = _features(answer.question, rounded)
+        of_all = all(x[i] in sick for i, sick in told) and (not either or any(x[i] == value for i, value in either))
         return of_all and answer.wrong.keys() <= results
 
-    return ", ".join(said) or ("" if untrue else ALWAYS), shows
+    return ", ".join(said) or ("" if untrue or rounded else ALWAYS), shows
 
 
-def _either(right: list[Features], wrong: list[Features]) -> Sequence[tuple[int, Any]]:
+def _either(right: Collection[Features], wrong: Collection[Features]) -> Sequence[tuple[int, Any]]:
     """Two values of features of which every wrong question has one, and no right question has any; () if none are.
 
     A right question differs from a wrong one in this feature alone.
@@ -130,5 +140,6 @@ def _in_words(i: int, values: set[Any], between: str = " or ") -> str:
     return FEATURES[i][0].format(between.join(map(str, sorted(values)))).replace("with 1 ranks", "with one rank")
 
 
-def _features(question: Question) -> Features:
-    return tuple(feature(question) for _, feature in FEATURES)
+def _features(question: Question, rounded: bool = False) -> Features:
+    case = replace(question.case, causal=False, layout="contiguous") if rounded else question.case
+    return tuple(feature(replace(question, case=case)) for _, feature in FEATURES)

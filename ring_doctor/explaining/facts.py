@@ -93,6 +93,7 @@ class WrongAnswer:
         if self.case.inputs in UNROUNDED:  # nothing but the last rounding
             return bool(((seen - expected).abs() <= half_step(expected, self.right[name].dtype) + 1e-6 * most).all())
         allowed, largest = self.allowed[name]
+        largest = largest if largest > 1e-6 * allowed else 1.0  # what is right is 0: no share of it says anything
         return bool((seen - expected).abs().max() <= allowed * max(1.0, most / largest))
 
     def clear(self, name: str) -> bool:
@@ -300,9 +301,8 @@ def _some_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
 
 
 def _some_sequences(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    """Which sequences of the batch are wrong, where the first is right."""
-    bad = wrong.bad(name).any(dim=2).any(dim=1)
-    if not bad[0] and bad[1:].all():
+    """Which sequences of the batch are wrong, where the first is right in all results."""
+    if not any(wrong.bad(of)[0].any() for of in wrong.answer.wrong) and wrong.bad(name)[1:].flatten(1).any(dim=1).all():
         yield Fact("all but the first", "what is taken from the first sequence for all: an index 0, a view, an expand")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, cat
 
 from ring_doctor.asking.case import SIZES, Case
 from ring_doctor.asking.job import ranks_in_words
@@ -176,8 +176,10 @@ class XRay:
         """
         said: dict[str, Finding] = {}  # by what is shown
         wrong = [matrix for matrix in self.matrices if not matrix.ok]
+        at = cat([self.case.positions(rank) for rank in range(self.case.world_size)])
         for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
-            kinds = [tile.kind for tile in matrix.wrong]
+            # where a block is taken for another, the mask tells more than what is missing
+            kinds = sorted((tile.kind for tile in matrix.wrong), key=lambda kind: kind not in ("mask", "foreign"))
             held = matrix.shows[1].lower() in known
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
@@ -185,7 +187,8 @@ class XRay:
             look = LOOKS.get((matrix.name, kind), LOOK.get(kind, ""))
             look = OF_VALUES if (matrix.name, kind) == ("W forward", "keys") and matrix.sums is not None else look
             look = OF_SIZES if kind == "scaled" and self.case.inputs == SIZES else look
-            look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) else look
+            later = self.case.causal and (matrix.sheet.present & ~matrix.sheet.visible & (at > at[:, None])).any()
+            look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) and not later else look
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
             tiles, title = "; ".join(filter(None, (shown, matrix.relative))), matrix.shows[0]
             full = f"X-ray ({self.case.words()}): {matrix.title}: {tiles}"

@@ -69,8 +69,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     held = _contents(told)
     if examination.patient.state:
         return [*held.values(), *_of_states(wrong, xray), *hangs]
-    known = {name for names in held for name in names}
-    shown = [] if isinstance(xray, str) else xray.facts(known)
+    shown = [] if isinstance(xray, str) else xray.facts({name for names in held for name in names})
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
@@ -141,8 +140,7 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], Finding]:
     """{results: what they hold}: of each result the first pattern that holds."""
     groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
     for name in dict.fromkeys((*RESULTS, *told[0].answer.results)):
-        learned = any(name[1:] in each.case.learned for each in told)
-        patterns = CONTENTS[: OF_EACH_TOKEN if learned else None]
+        patterns = CONTENTS[: OF_EACH_TOKEN if any(name[1:] in each.case.learned for each in told) else None]
         common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(patterns))
         if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
@@ -158,6 +156,11 @@ def _which(told: list[WrongAnswer], examination: Examination) -> list[Finding]:
         return [replace(each, says=f"But for {but}: {each.says}") for each in found]
     right = {name for each in told for name in each.answer.results} - wrong
     gradients = [name for name in RESULTS[2:] if name in wrong]
+    back = [it for it in told if "out" not in it.answer.wrong and {"dq", "dk", "dv"} & it.answer.wrong.keys()]
+    if "out" in wrong and back:  # two mistakes, or one that is in the backward pass too
+        kinds = [it for it in told if "out" in it.answer.wrong], back
+        pairs = [(some[0].case.words(), _which(some, replace(examination, answers=[]))) for some in kinds]
+        return [replace(each, says=f"As with {case}: {each.says}") for case, found in pairs for each in found]
     if "out" not in wrong:
         alone = Finding("out is right and lse is wrong", "what uses this lse: a merge, a backward pass")
         of_lse = [alone] if "lse" in wrong else []

@@ -196,8 +196,7 @@ class Recorder:
         """What was seen of a step. "later" are the weights whose optimizer made none: numbers of this process."""
         names = {id(module): name for name, module in self.names("named_modules").items()}
         sums = {names[key] or "the model": x.cpu() for key, x in self.sums.items() if key in names}
-        later = set(map(id, in_groups(self.optimizers))) - self.read
-        self.steps.append(self.step | {"modules": sums, "later": later})
+        self.steps.append(self.step | {"modules": sums, "later": set(map(id, in_groups(self.optimizers))) - self.read})
         self.new_step()
         if len(self.steps) == STEPS:
             self.end()
@@ -302,8 +301,6 @@ def around(home: Any, name: str, note: Any) -> None:
 
         @functools.wraps(original)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            return note(original, *args, **kwargs)
+            return original(*args, **kwargs) if torch.compiler.is_compiling() else note(original, *args, **kwargs)
 
         setattr(home, name, noted)

@@ -39,8 +39,7 @@ def left_out(of: Callable[[Pairs], bool]) -> Change:
 def lse_of_the_last(*, seen: bool) -> Change:
     def combine(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         out, _ = right.combine(steps, case, scores, values)
-        of_last = [s for s in scores if not seen or (s > -math.inf).any()][-1]
-        return out, steps.block_lse(of_last)
+        return out, steps.block_lse([s for s in scores if not seen or (s > -math.inf).any()][-1])
 
     return but(combine=combine)
 

@@ -108,8 +108,7 @@ def own_window(x: Pairs) -> Tensor:
 
 
 def fewer_hops(x: Pairs, less: int) -> Tensor:
-    met = x.window is None or x.case.layout != "contiguous" or x.r - x.j <= (x.window - less) // x.keys
-    return x.seen & met
+    return x.seen & (x.window is None or x.case.layout != "contiguous" or x.r - x.j <= (x.window - less) // x.keys)
 
 
 def window_by_indices(x: Pairs, *, upper_edge: bool) -> Tensor:

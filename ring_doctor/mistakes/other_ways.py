@@ -75,15 +75,13 @@ def triangle_of_gathered(at: Callable[[Case, int], Tensor], *, from_the_end: boo
     """C queries and S keys at(case, block): query i sees the keys 0 to i, or with `from_the_end` 0 to i + S - C."""
 
     def seen(x: Pairs) -> Tensor:
-        more = (x.case.seq_len - x.rows) * from_the_end
-        return at(x.case, x.j) <= x.i + more if x.case.causal else x.seen
+        return at(x.case, x.j) <= x.i + (x.case.seq_len - x.rows) * from_the_end if x.case.causal else x.seen
 
     return sees(seen)
 
 
 def undone_by_its_own_order(case: Case, rank: int) -> Tensor:
-    order = torch.cat([case.positions(r) for r in range(case.world_size)])
-    return order.argsort().split(lengths_of(case))[rank]
+    return torch.cat([case.positions(r) for r in range(case.world_size)]).argsort().split(lengths_of(case))[rank]
 
 
 def in_order_of_the_row(case: Case, rank: int) -> Tensor:

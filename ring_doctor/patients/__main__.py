@@ -89,8 +89,8 @@ def main() -> int:
         cells = examined(patient)
         print(f"{name}: {' '.join(cells[:2])}", flush=True)
         row = " | ".join([name, patient.version, *cells, f"{datetime.now(timezone.utc):%Y-%m-%d}"])
-        rows = rows_of(TABLE.read_text())  # read now: another run may have written meanwhile
-        TABLE.write_text(table(rows | {name: f"| {row} |"}))
+        # read now: another run may have written meanwhile
+        TABLE.write_text(table(rows_of(TABLE.read_text()) | {name: f"| {row} |"}))
     return 0
 
 

@@ -44,8 +44,7 @@ class Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, _):
-        names = ("query", "key", "value", "out", "logsumexp")
-        options = dict(zip(names, ctx.saved_tensors, strict=True)) | ctx.options
+        options = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors, strict=True)) | ctx.options
         options |= {"grad_out": d_out, "grad_out_name": "grad_out"}
         with switched(d_out, *ctx.where):
             gradients = loop._templated_ring_attention_backward(ctx.group, 2, kernel_backward, **options)

@@ -208,12 +208,10 @@ def diagnosed(name):
     """The names with their conditions, what they explain and when it shows; the report's first line and remarks."""
     known = {each: CATALOGUE[each] for each in OTHERS.get(name, KNOWN)}
     with mock.patch.object(diagnosis, "CATALOGUE", known):
-        examination = EXAMINED[name]()
-        found = diagnose(examination)
+        found = diagnose(examination := EXAMINED[name]())
     report = Report(examination, found, "")
     lines = [name, report.verdict, *report.remarks, f"mistakes: {[mistake.name for mistake in report.mistakes]}"]
-    if found:
-        lines += [f"names: {', '.join(it.words for it in found.explanations)}"]
+    lines += [f"names: {', '.join(it.words for it in found.explanations)}"] if found else []
     return "\n    ".join(lines) + "\n\n"
 
 
@@ -251,9 +249,9 @@ def test_a_wrong_ring_may_round_eight_times_as_much_as_a_right_one_and_large_num
 
 def test_when_a_mistake_shows():
     def when(*pairs, wrong="out"):
-        out = {wrong: 9.0}
+        off = {OK: {}, WRONG: {wrong: 9.0}}
         answers = [
-            Answer(Question(case), state, results={"out": 0.0, "dq": 0.0}, wrong=out if state == WRONG else {})
+            Answer(Question(case), state, results={"out": 0.0, "dq": 0.0}, wrong=off[state], relative=off[state])
             for case, state in pairs
         ]
         return when_it_shows(answers)[0]
@@ -262,6 +260,11 @@ def test_when_a_mistake_shows():
     from_3 = [(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]
     assert when(*from_3) == "from 3 ranks on (right with 1, 2)"
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
+    batches = [(Case(P, 6 * P, batch=B), (OK, WRONG)[P + B > 4]) for P, B in ((1, 1), (1, 2), (2, 1), (3, 1), (3, 2))]
+    assert when(*batches) == "with 3 ranks (right with 1; not asked with 2), with a batch of 2 only"
+    rounded = [replace(plain, dtype=torch.bfloat16, inputs=inputs) for inputs in (*UNROUNDED, "normal")]  # luck
+    rounded = [(rounded[0], WRONG), *((replace(it, causal=True), OK) for it in rounded)]
+    assert when(*rounded, (replace(rounded[0][0], dtype=torch.float64), OK)) == "in bfloat16 only"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
     assert when((plain, OK), (causal, WRONG), (Case(4, 24), WRONG)) == "with 4 ranks or under a causal mask only"
     assert when((causal, WRONG)) == "in every question"
@@ -272,6 +275,8 @@ def test_when_a_mistake_shows():
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32)
     asked = [(replace(causal, dtype=dtype, batch=1 + i // 4), (WRONG, OK)[i > 2]) for i, dtype in enumerate(dtypes)]
     assert when(*asked) == "everywhere but in float16 or int32"
+    windows = [(replace(causal, window=1), WRONG), (replace(causal, window=3), OK)]
+    assert when(*windows) == "with a window of one key only"
     assert when((plain, OK), (replace(plain, sinks=True), WRONG), wrong="dsinks") == "with attention sinks only"
     with_state = StateCase(3, 18, True, from_state=True)
     said = when((replace(with_state, from_state=False), OK), (with_state, WRONG), wrong="dstate")

@@ -121,6 +121,7 @@ HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; an
     (None, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)]),  # roundings beside a mistake are no excuse
     (None, [answer(UNEQUAL_CHUNKS, FAILED, hangs=True), answer(PLAIN, WRONG)]),
     (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(PLAIN, WRONG)]),
+    (0, [answer(GROUPED, FAILED, says="rank 1 raised X"), RAISED, replace(RAISED, **of_results(out=0.1))]),
     (None, [answer(replace(PLAIN, how="views"), FAILED, says="rank 2 raised Y"), RAISED]),  # asked plainly it fails too
 ]
 CLAIMED = [  # a function, what is claimed, and the answers after a right one
@@ -566,8 +567,7 @@ def told_of(name):
     """In full and quickly: what is told, where both tell the same once."""
     reply, claims = RINGS[name]
     full, quick = (told(reply, quick, **claims) for quick in (False, True))
-    lines = [name, *full, *(f"--quick: {line}" for line in quick if line not in full)]
-    return "\n    ".join(lines) + "\n\n"
+    return "\n    ".join([name, *full, *(f"--quick: {line}" for line in quick if line not in full)]) + "\n\n"
 
 
 @pytest.mark.parametrize("name", RINGS)

@@ -162,6 +162,10 @@ SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
 IN_PART, WHOLE = Question(Case(3, 18), members=(1, 2, 3)), Question(Case(3, 18))
 LAST_PART, OWN_PART = (lambda part: part.rank < part.world_size - 1), (lambda part: part.rank == part.block)
 TWO_WRONG = replace(home(lambda part: part.round > 0), add_q=lambda case, total, part: part)
+OF_1_AND_2 = noise("out", where=lambda case, x: torch.arange(3).view(3, 1, 1, 1) > 0)
+SOME_AND_ALL = lambda case, x: OF_1_AND_2(case, x) | noise("dv")(case, x)  # noqa: E731
+NO_TRIANGLE = sees(lambda x: x.of(causal=False))(RIGHT)
+EXCHANGED = sees(lambda x: x.of() if x.own else x.after)(RIGHT)
 PLANTED = {  # what is planted, and in which cases
     "dk and dv times P": (times(lambda P: P, "dk", "dv"), {}),
     "dk over root P": (times(lambda P: P**-0.5, "dk"), {}),
@@ -204,6 +208,7 @@ PLANTED = {  # what is planted, and in which cases
     "noise in heads 2 to 5 of 6": (noise("out", where=heads(2, 3, 4, 5)), {"worlds": (3,), "heads": 6}),
     "heads added up": (only("out", lambda x: x.cumsum(1)), {"heads": 3, "kv_heads": 3}),
     "nothing": (lambda case, x: {}, {}),
+    "noise in dq and dk, where 0 is right": (noise("dq", "dk"), {"masks": [(True, "contiguous")], "window": 1}),
     "noise in dq of a batch": (noise("dq"), {"masks": [FULL, STRIPED], "batch": 2}),
     "noise in dk and dv of 4 heads": (noise("dk", "dv"), {"masks": [FULL, STRIPED], "heads": 4}),
     "noise in gradients of one token": (noise(*GRADIENTS), {"masks": [FULL, STRIPED], "chunk": 1}),
@@ -226,6 +231,7 @@ TOLD_OF = {  # the answers, or these and an X-ray
         + planted(noise("out"), cases(heads=1, kv_heads=1))
     ),
     **{f"sequences {wrong} of 3": sequences(*wrong) for wrong in ((1, 2), (1,), (0, 1, 2))},
+    "sequences 1 and 2 of out, and all of dv": lambda: planted(SOME_AND_ALL, cases(batch=3)),
     "sequences 1 and 2, and one alone": lambda: sequences(1, 2)() + planted(noise("out")),
     **{
         f"dv times {of} on one rank too": lambda n=n: planted(times(n, "dv"), [Case(1, 18), Case(1, 1), *cases()])
@@ -235,6 +241,7 @@ TOLD_OF = {  # the answers, or these and an X-ray
         planted(noise(*EVERYTHING), [Case(1, 18, heads=4, kv_heads=2), Case(3, 18)])
         + planted(lambda case, x: {}, [Case(1, 6)])
     ),
+    "all of a batch, and gradients": lambda: planted(noise(*EVERYTHING), cases(batch=2)) + planted(noise(*GRADIENTS)),
     "dk of the next rank, and unequal chunks": lambda: planted(LATER_RANK) + planted(noise("dk"), [Case(3, 19)]),
     "dq times 2, and answers that change": lambda: (
         planted(TWICE) + [replace(each, changes=True) for each in planted(noise("dq"))]
@@ -257,6 +264,8 @@ TOLD_OF = {  # the answers, or these and an X-ray
     },
     "X-ray of documents": seen(Case(3, 12, documents=(5, 7)), "documents_end_with_the_chunk"),
     "X-ray of a window": seen(Case(3, 12, True, window=3), "window_one_less"),
+    "X-ray of documents without a causal mask": seen(replace(P3, causal=True, documents=(5, 7)), NO_TRIANGLE),
+    "X-ray of blocks taken for each other": seen(replace(P3, causal=True), EXCHANGED),
     "X-ray of a mask that nobody asked for": seen(P3, "causal_unasked"),
     "X-ray of gradients of key 0": changed_xray(key_0_thrice),
     "X-ray of v of key 0": changed_xray(value_0_thrice),
@@ -357,5 +366,4 @@ def hang(waits, *late):
 
 if __name__ == "__main__":
     os.chdir(tempfile.mkdtemp())
-    hangs = [f"{name}: {hang(*how)}\n" for name, how in HANGS.items()]
-    INFERRED.write_text("".join([*map(told_of, TOLD_OF), *hangs]))
+    INFERRED.write_text("".join([*map(told_of, TOLD_OF), *(f"{name}: {hang(*how)}\n" for name, how in HANGS.items())]))
