@@ -157,7 +157,8 @@ def training_step_bytes(step: Step) -> dict[str, float]:
         (gradients, whole, kept / model.layers, work, "a layer at work"),
     )
     *sizes, name = max(moments, key=lambda moment: sum(moment[:4]))
-    state = W * (model.outside + layer * model.layers) + trained * OPTIMIZERS[step.optimizer] * parameters
+    weights = W * model.outside + W * layer * model.layers
+    state = weights + trained * OPTIMIZERS[step.optimizer] * parameters
     return {"state": state / step.gpus, **dict(zip(("gradients", "gathered", "activations", name), sizes, strict=True))}
 
 

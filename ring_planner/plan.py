@@ -102,8 +102,10 @@ class Plan:
         mixing = 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.softmax_layers
         if model.linear:
             mixing += model.linear.layers * model.linear.flops
-        trained = 2 * (2 + step.trainable) * (model.matrices + model.hidden * model.vocab) + 3 * mixing
-        flops = trained if step.task == "train" else 2 * model.matrices + mixing
+        if step.task == "train":
+            flops = 2 * (2 + step.trainable) * (model.matrices + model.hidden * model.vocab) + 3 * mixing
+        else:
+            flops = 2 * model.matrices + mixing
         return self.speed * flops / step.gpu.peak["bf16"]
 
     @property

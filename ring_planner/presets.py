@@ -99,7 +99,8 @@ class Model:
     def feedforwards(self, *, active: bool) -> int:
         """Weights of the feedforwards of all layers: those that a token uses, or all."""
         sparse = self.layers - self.dense
-        each = (self.active if active else self.experts) + self.shared if self.experts else 1
+        experts = self.active if active else self.experts
+        each = experts + self.shared if self.experts else 1
         router = self.hidden * self.experts
         dense = 3 * self.hidden * self.dense_feedforward * self.dense
         return sparse * (3 * self.hidden * self.feedforward * each + router) + dense

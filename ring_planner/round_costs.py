@@ -113,7 +113,9 @@ def merge_bytes(
     convert = w + sums if w < sums else 0
     if first:
         return 2 * (q + (kv if backward else 0)) * convert
-    return ONE_PASS * (q + kv * backward) * (w + 2 * sums) if backward or fused else MERGED * q * (w + sums)
+    if backward or fused:
+        return ONE_PASS * (q + kv * backward) * (w + 2 * sums)
+    return MERGED * q * (w + sums)
 
 
 def packing_bytes(layer: AttentionLayer, chunk: float) -> float:

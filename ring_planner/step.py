@@ -153,7 +153,9 @@ def can_share(model: Model, per_host: int, tp: int) -> bool:
 
 def matmul_share(gpu: GPU, dtype: str) -> float:
     """The share of the peak that matrix products of a dtype reach."""
-    return 1.0 if gpu.ideal else MATMUL[dtype] if "fp8" in gpu.peak else AMPERE
+    if gpu.ideal:
+        return 1.0
+    return MATMUL[dtype] if "fp8" in gpu.peak else AMPERE
 
 
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:

@@ -132,7 +132,8 @@ def alike(layer: AttentionLayer, cluster: Cluster, ranks: int) -> int:
     Heads are exchanged among `ranks` ranks.
     """
     per_host, equal = cluster.per_host, len(set(shares(layer, ranks))) == 1
-    inside_a_host, whole_hosts = per_host % ranks == 0, ranks % per_host == 0
+    inside_a_host = per_host % ranks == 0
+    whole_hosts = ranks % per_host == 0
     return per_host if inside_a_host or (whole_hosts and equal) else cluster.devices
 
 

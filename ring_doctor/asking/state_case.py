@@ -144,4 +144,5 @@ class Convolution:
         return given.replace(parameters=[*first, *list(given.parameters.values())[2:]])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        return tokens(self.function(channels(q), weight, **options), Case(1, heads=q.shape[1], head_dim=q.shape[3]))
+        case = Case(1, heads=q.shape[1], head_dim=q.shape[3])
+        return tokens(self.function(channels(q), weight, **options), case)

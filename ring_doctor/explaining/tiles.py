@@ -79,7 +79,8 @@ def factor(seen: Tensor, right: Tensor, allowed: Tensor) -> tuple[float, float] 
     x = (seen * right).sum().item() / norm
     allowed = max(1.0, abs(x)) * allowed
     off = (right.abs() * allowed).sum().item() / norm
-    return (x, off) if ((seen - x * right).abs() <= allowed + off * right.abs()).all() else None
+    same = (seen - x * right).abs() <= allowed + off * right.abs()
+    return (x, off) if same.all() else None
 
 
 def likeliest(sheets: Iterable[Sheet]) -> list[Tile]:

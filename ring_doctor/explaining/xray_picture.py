@@ -58,8 +58,11 @@ def svg(xray: XRay) -> str:
 
 
 def _verdict(matrix: Matrix) -> str:
-    rest = "sums of rows wrong" if matrix.sums is not None else "right" if matrix.ok else "follows from these weights"
-    return f"{len(matrix.wrong)} of {len(matrix.tiles)} tiles wrong" if matrix.wrong else rest
+    if matrix.wrong:
+        return f"{len(matrix.wrong)} of {len(matrix.tiles)} tiles wrong"
+    if matrix.sums is not None:
+        return "sums of rows wrong"
+    return "right" if matrix.ok else "follows from these weights"
 
 
 def _panel(ax: Axes, x: float, y: float, matrix: Matrix, numbers: Tensor, *, labels: bool) -> None:

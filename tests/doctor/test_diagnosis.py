@@ -208,7 +208,8 @@ def diagnosed(name):
     """The names with their conditions, what they explain and when it shows; the report's first line and remarks."""
     known = {each: CATALOGUE[each] for each in OTHERS.get(name, KNOWN)}
     with mock.patch.object(diagnosis, "CATALOGUE", known):
-        found = diagnose(examination := EXAMINED[name]())
+        examination = EXAMINED[name]()
+        found = diagnose(examination)
     report = Report(examination, found, "")
     lines = [name, report.verdict, *report.remarks, f"mistakes: {[mistake.name for mistake in report.mistakes]}"]
     lines += [f"names: {', '.join(it.words for it in found.explanations)}"] if found else []

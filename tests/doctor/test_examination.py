@@ -567,7 +567,8 @@ def told_of(name):
     """In full and quickly: what is told, where both tell the same once."""
     reply, claims = RINGS[name]
     full, quick = (told(reply, quick, **claims) for quick in (False, True))
-    return "\n    ".join([name, *full, *(f"--quick: {line}" for line in quick if line not in full)]) + "\n\n"
+    lines = [name, *full, *(f"--quick: {line}" for line in quick if line not in full)]
+    return "\n    ".join(lines) + "\n\n"
 
 
 @pytest.mark.parametrize("name", RINGS)

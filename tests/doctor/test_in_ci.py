@@ -254,7 +254,8 @@ def job_of(*outcomes):
 
 def test_the_first_call_of_each_kind_has_the_time_of_a_set_up():
     """Libraries compile then."""
-    job = job_of(*[RankResults({"out": torch.zeros(1, 2, 6, 4)})] * 4)
+    chunk = RankResults({"out": torch.zeros(1, 2, 6, 4)})
+    job = job_of(*[chunk] * 4)
     for members in ((1, 2, 3), (1, 2, 3)):
         job.ask(Question(Case(3, 18), members=members))
     for how in ("plain", "plain", "without gradients", "plain"):

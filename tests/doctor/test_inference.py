@@ -366,4 +366,5 @@ def hang(waits, *late):
 
 if __name__ == "__main__":
     os.chdir(tempfile.mkdtemp())
-    INFERRED.write_text("".join([*map(told_of, TOLD_OF), *(f"{name}: {hang(*how)}\n" for name, how in HANGS.items())]))
+    hangs = [f"{name}: {hang(*how)}\n" for name, how in HANGS.items()]
+    INFERRED.write_text("".join([*map(told_of, TOLD_OF), *hangs]))

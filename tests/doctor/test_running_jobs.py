@@ -171,7 +171,8 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("float64",), 
     folder.mkdir()
     for at in range(steps):
         save(folder, size, 3.0, name=names[-1], step=at)
-    seen = {"calls": [{"embedding 0": TEXT, **dict(numbers)}], "labels": [], "loss": size, "draws": False, "sent": 0}
+    call = {"embedding 0": TEXT, **dict(numbers)}
+    seen = {"calls": [call], "labels": [], "loss": size, "draws": False, "sent": 0}
     modules = {"layer": torch.tensor(size, dtype=torch.float64)}
     dtypes = {f"torch.{dtype}" for dtype in dtypes}
     step = {"passes": [seen], "norm": None, "modules": modules, "dtypes": dtypes, "later": set(), "sending": ""}
@@ -480,7 +481,8 @@ def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(reco
     call, backward = torch.nn.Module.__call__, torch.autograd.backward
 
     def one_pass():
-        seen.backward(backward, seen.call(call, head, seen.call(call, body, torch.ones(2))).sum())
+        out = seen.call(call, head, seen.call(call, body, torch.ones(2)))
+        seen.backward(backward, out.sum())
 
     def step(*which):
         for optimizer in which:

@@ -44,7 +44,8 @@ def hybrid(q, k, v, *, causal=False, layout="contiguous", scale=None):
 
 
 def test_a_right_ring_is_healthy(ranks):
-    found = examined(ranks, hybrid, 1000 * SEED, setup=setup, worlds=4, dtypes=("float64", "bfloat16"))
+    options = {"setup": setup, "worlds": 4, "dtypes": ("float64", "bfloat16")}
+    found = examined(ranks, hybrid, 1000 * SEED, **options)
     sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
     assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)
     assert diagnose(found) is None

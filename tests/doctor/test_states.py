@@ -84,7 +84,8 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
             0 * log_decay if how == "undecayed" else torch.cat([0 * log_decay[:, :, :1], log_decay[:, :, :-1]], dim=2)
         )
         faded = faded.masked_fill(starts, -torch.inf)
-        out = local + from_state(in_chunks(checked_inputs(q, k, 0 * v, faded, beta)[0], q.shape[-1] ** -0.5), h, n)
+        handed = in_chunks(checked_inputs(q, k, 0 * v, faded, beta)[0], q.shape[-1] ** -0.5)
+        out = local + from_state(handed, h, n)
     return out
 
 
@@ -98,7 +99,8 @@ def convolution(how, x, weight):
     nothing = 0 * sum(chunk.sum() for chunk in everyone)  # all ranks go back together
     before = torch.cat([nothing.expand(*x.shape[:2], n), *everyone[:rank]], dim=2)
     before = {"zeros": 0 * before, "detached": before.detach()}.get(how, before)
-    return torch.nn.functional.conv1d(torch.cat([before[..., -n:], x], dim=2), weight[:, None], groups=len(weight))
+    row = torch.cat([before[..., -n:], x], dim=2)
+    return torch.nn.functional.conv1d(row, weight[:, None], groups=len(weight))
 
 
 SICK = {  # a ring, and the mistake that it has

@@ -255,7 +255,8 @@ def test_words_say_which_matrix_is_right_and_the_svg_is_the_same_in_every_run():
 
 def image(figure, at):
     """One panel's cells (S, S, 3), from the middle of each."""
-    return np.asarray(figure.axes[0].images[at].get_array())[8::16, 8::16]
+    cells = np.asarray(figure.axes[0].images[at].get_array())
+    return cells[8::16, 8::16]
 
 
 def test_cells_have_the_colour_of_their_block_or_of_the_block_whose_content_they_hold():

@@ -123,7 +123,8 @@ def test_what_fsdp_exposes_by_hand(recompute):
     3/4 of a layer's weights in 2 bytes arrive in 528 s, their gradients leave in 4 bytes, in 1056 s. The forward pass
     hides 100 s of the first, the backward pass 200 to 300 s of both. The first gather has nothing beside it.
     """
-    gpu = GPU("tiny", "", {"bf16": 430.08}, {"fa2": (1e30, 1e30)}, 1e9, math.inf, 1.0, 0.25, 0, 1.0, 1.0)
+    fast = (1e30, 1e30)
+    gpu = GPU("tiny", "", {"bf16": 430.08}, {"fa2": fast}, 1e9, math.inf, 1.0, 0.25, 0, 1.0, 1.0)
     step = Step(Model("tiny", "", 3, 8, 2, 1, 6, 10), gpu, 1, 4, 64, recompute=recompute)
     hidden = 100 * (2 + AGAIN[recompute])
     assert step_seconds(step)["FSDP"] == pytest.approx(528 + 3 * (528 - 100 + 528 + 1056 - hidden))
