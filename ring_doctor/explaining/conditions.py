@@ -87,8 +87,8 @@ def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bo
             well, unasked = (", ".join(map(str, sorted(of))) for of in (healthy, others - healthy))
             said.append(f"{worlds} (right with {well}{unasked and f'; not asked with {unasked}'})")
         else:
-            but = "but not" if said else "everywhere but"
-            said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
+            but, few = "but not" if said else "everywhere but", len(sick) <= MANY and "no window" not in sick
+            said.append(f"{_in_words(i, sick)} only" if few else f"{but} {_in_words(i, healthy or others)}")
 
     def shows(answer: Answer) -> bool:
         x = _features(answer.question, rounded)

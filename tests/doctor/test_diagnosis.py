@@ -278,6 +278,8 @@ def test_when_a_mistake_shows():
     assert when(*asked) == "everywhere but in float16 or int32"
     windows = [(replace(causal, window=1), WRONG), (replace(causal, window=3), OK)]
     assert when(*windows) == "with a window of one key only"
+    windows = [(replace(causal, window=1), OK), (replace(causal, window=3), WRONG), (causal, WRONG)]
+    assert when(*windows) == "everywhere but with a window of one key"
     assert when((plain, OK), (replace(plain, sinks=True), WRONG), wrong="dsinks") == "with attention sinks only"
     with_state = StateCase(3, 18, True, from_state=True)
     said = when((replace(with_state, from_state=False), OK), (with_state, WRONG), wrong="dstate")
