@@ -291,7 +291,7 @@ PATIENTS = {
     "forward only": replace(RING, gradients=False),
     "zigzag in float64 only": patient_of(odd_patients.right, causal=True, layouts="zigzag", dtypes="float64"),
     **{f"{', '.join(only)} only": replace(RING, dtypes=only) for only in (("float64", "float32"), ("float16",))},
-    **{f"{worlds} ranks": replace(RING, worlds=worlds) for worlds in ((1, 2, 3), (2, 3), (2, 4), (6, 8))},
+    **{f"{worlds} ranks": replace(RING, worlds=worlds) for worlds in ((1, 2, 3), (2, 3), (6, 8))},
     "own sizes": replace(RING, heads=6, kv_heads=3, head_dim=24, chunk=16, batch=2),
     "a pair for the window": patient_of(with_a_pair, worlds=(1, 4, 5)),
     "the least sizes": replace(RING, chunk=4, head_dim=1),
@@ -328,6 +328,11 @@ def test_each_mask_meets_each_way_to_ask_on_an_odd_and_on_an_even_number_of_rank
     met = {(it.how, it.case.causal, it.case.world_size) for it in asked}
     alone = [how for how in WAYS if not how.startswith("beside")]
     assert met >= set(itertools.product(alone, (False, True), (3, 4)))
+
+
+def test_the_last_mask_and_layout_is_asked_in_each_way_where_there_are_no_three_ranks():
+    asked = all_questions(replace(RING, worlds=(2, 4)))
+    assert LAYOUTS[-1] in {it.case.layout for it in asked if it.how == "views"}
 
 
 @pytest.mark.parametrize("head_dim", [1, 4, 5, 16, 17, 63, 64, 65, 256])
