@@ -17,7 +17,7 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -57,8 +57,9 @@ def believed(case: Case, rank: int, t: int) -> int:
     return (rank - t) % case.world_size
 
 
+@lru_cache(maxsize=4096)
 def sees(case: Case, rank: int, block: int) -> Tensor:
-    """(Cq, Ck) bool: which keys of `block` the queries of `rank` see."""
+    """(Cq, Ck) bool: which keys of `block` the queries of `rank` see. Do not write into this tensor."""
     return case.visible()[case.positions(rank)][:, case.positions(block)]
 
 
@@ -137,22 +138,26 @@ def compute(
     `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
     """
     q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
-    queries, keys, values = (case.chunks(x) for x in (q, k, v))
+    queries, keys, values, d_outs = (case.chunks(x) for x in (q, k, v, d_out))
     keys, values = steps.gathered(keys, values)
+    tiles = [list(_tiles(case, steps, rank, q, keys, values)) for rank, q in enumerate(queries)]
     forward = []  # (out, lse) of each rank
-    for rank in range(case.world_size):
+    for rank, of_rank in enumerate(tiles):
         rows = 0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)  # of a ring of no rounds
-        if tiles := list(_tiles(case, steps, rank, queries[rank], keys, values)):
-            rows = steps.combine(steps, case, *([tile[i] for tile in tiles] for i in (2, 4)))
+        if of_rank:
+            rows = steps.combine(steps, case, *([tile[i] for tile in of_rank] for i in (2, 4)))
             rows = steps.sink(case, *rows) if case.sinks else rows
         forward.append(rows)
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
     if gradients:
-        results |= _backward(case, steps.backward or steps, [queries, keys, values], d_out, forward)
+        if back := steps.backward:
+            tiles = [list(_tiles(case, back, rank, q, keys, values)) for rank, q in enumerate(queries)]
+        results |= _backward(case, back or steps, [queries, keys, values], d_outs, forward, tiles)
     return steps.at_the_end(case, results)
 
 
 _Tile = tuple[int, bool, Tensor, Tensor, Tensor]
+_Tiles = list[list[_Tile]]  # of each rank
 
 
 def _tiles(case: Case, its: Steps, rank: int, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Iterator[_Tile]:
@@ -170,17 +175,17 @@ def _tiles(case: Case, its: Steps, rank: int, q: Tensor, keys: list[Tensor], val
 
 
 def _backward(
-    case: Case, steps: Steps, inputs: list[list[Tensor]], whole_d_out: Tensor, forward: list[Rows]
+    case: Case, steps: Steps, inputs: list[list[Tensor]], d_outs: list[Tensor], forward: list[Rows], tiles: _Tiles
 ) -> dict[str, Tensor]:
     """The whole dq, dk and dv, by the formula, tile by tile. `inputs`: the chunks of q, k and v."""
-    (queries, keys, values), parts = inputs, []
+    queries, parts = inputs[0], []
     heads, scale = steps.kv_heads(case), steps.scale(case)
-    for rank in range(case.world_size):
-        (_, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
-        for t, (block, hidden, s, k, v) in enumerate(_tiles(case, steps, rank, queries[rank], keys, values)):
+    for rank, d_out in enumerate(d_outs):
+        lse = forward[rank][1]
+        for t, (block, hidden, s, k, v) in enumerate(tiles[rank]):
             p = steps.weights(s, lse)
             of_d_out, of_out = steps.delta_from(case, rank, block)
-            rows = case.cut(whole_d_out, of_d_out), forward[of_out][0]
+            rows = d_outs[of_d_out], forward[of_out][0]
             _check_shapes(rows, [d_out, d_out])
             d_s = p * (d_out @ v.mT - steps.delta(s, p, v, *rows))
             d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
