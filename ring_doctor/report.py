@@ -30,9 +30,10 @@ from ring_doctor.mistakes import Mistake
 WIDTH = 110  # of what the numbers show
 FEATURES = 5  # that were refused, in the verdict
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
-CHANGES = "asked again, or first in new processes, it gave different numbers to {} of the questions, as with {}"
+CHANGES = "asked again, or first in new processes, it gave different numbers, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
 BETWEEN_RANKS = "Look for a race (no wait(), a shared buffer), a torch.empty() that is never filled, a counter, a cache"
+OF_EARLIER_CALLS = "In new processes it is right: look for a cache or buffer of an earlier call, read in a later one"
 UNAWAITED = "A message for which nobody waits is read too early, or taken for the next one. Mend this, then ask again"
 ON_ONE_RANK = "One rank alone does it too: look for random numbers, a torch.empty() never filled, a counter, a cache"
 
@@ -139,11 +140,10 @@ class Report:
         patient, diagnosis, said = self.examination.patient, self.diagnosis, []
         if changes := self.examination.changes:
             where = ON_ONE_RANK if any(answer.case.world_size == 1 for answer in changes) else BETWEEN_RANKS
+            where = OF_EARLIER_CALLS if all(answer.kept for answer in changes) else where
             where = UNAWAITED if self.examination.unawaited else where
             bad = [name for name in changes[0].results if any(name in answer.wrong for answer in changes)]
-            said.append(
-                f"{CHANGES.format(len(changes), changes[0].question.words())}; wrong in {', '.join(bad)}. {where}"
-            )
+            said.append(f"{CHANGES.format(changes[0].question.words())}; wrong in {', '.join(bad)}. {where}")
         if self.level == IMPRECISE:
             right = {(it.case.dtype, it.question.same()) for it in self.examination.answers if it.state == OK}
             sick = {it.question.same() for it in self.examination.faults}

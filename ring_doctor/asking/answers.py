@@ -61,6 +61,7 @@ class Answer:
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
     changes: bool = False  # asked again, the patient gave other numbers
+    kept: bool = False  # it is wrong each time after other calls, and right in new processes
     last_digits: bool = False  # asked again, it gave other numbers, which are right too
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated

@@ -142,6 +142,7 @@ def _ask_everything(
                 if answer.state == WRONG and world_size not in {it.case.world_size for it in found.faults}:
                     job.restart()  # what is kept from earlier calls would look like a condition of this question
                     first = job.ask(question)
+                    answer.kept = first.state == OK and not answer.changes
                     answer.changes |= first.state in (OK, WRONG) and other_numbers(answer, first)
                 if answer.changes and not found.changes:
                     found.unawaited = job.ask(replace(question, watched=True)).unawaited

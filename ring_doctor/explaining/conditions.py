@@ -84,8 +84,8 @@ def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bo
         healthy = {x[i] for x in right if x[i] in others and all(x[j] in of for j, of in told if j != i)}
         if FEATURES[i][0] == RANKS:
             worlds = f"from {min(sick)} ranks on" if max(healthy) + 1 == min(sick) else _in_words(i, sick, ", ")
-            well, unasked = (", ".join(map(str, sorted(of))) for of in (healthy, others - healthy))
-            said.append(f"{worlds} (right with {well}{unasked and f'; not asked with {unasked}'})")
+            well, unknown = (", ".join(map(str, sorted(of))) for of in (healthy, others - healthy))
+            said.append(f"{worlds} (right with {well}{unknown and f'; no answer with {unknown}'})")
         else:
             but, few = "but not" if said else "everywhere but", len(sick) <= MANY and "no window" not in sick
             said.append(f"{_in_words(i, sick)} only" if few else f"{but} {_in_words(i, healthy or others)}")

@@ -262,7 +262,7 @@ def test_when_a_mistake_shows():
     assert when(*from_3) == "from 3 ranks on (right with 1, 2)"
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
     batches = [(Case(P, 6 * P, batch=B), (OK, WRONG)[P + B > 4]) for P, B in ((1, 1), (1, 2), (2, 1), (3, 1), (3, 2))]
-    assert when(*batches) == "with 3 ranks (right with 1; not asked with 2), with a batch of 2 only"
+    assert when(*batches) == "with 3 ranks (right with 1; no answer with 2), with a batch of 2 only"
     rounded = [replace(plain, dtype=torch.bfloat16, inputs=inputs) for inputs in (*UNROUNDED, "normal")]  # luck
     rounded = [(rounded[0], WRONG), *((replace(it, causal=True), OK) for it in rounded)]
     assert when(*rounded, (replace(rounded[0][0], dtype=torch.float64), OK)) == "in bfloat16 only"
