@@ -75,11 +75,12 @@ TOGETHER |= {"doctor_running_jobs": "jobs", "doctor_whole_model": "jobs"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
-# later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "hugging_face", "every_model", "jax", "fused_merge", "doctor_", *sorted(LATER))
+# later chapters, the benches and the planner add is slow too, so that `make test` takes a reader of the first ones two
+# minutes.
+SLOW = ("models_", "hugging_face", "every_model", "jax", "fused_merge", "doctor_", "bench", "command", *sorted(LATER))
 
 # These tests of the doctor start no processes, or few.
-QUICK = ("doctor_questions", "doctor_mistakes_on_paper", "doctor_way_in", "doctor_in_ci")
+QUICK = ("doctor_questions", "doctor_way_in", "doctor_in_ci")
 
 
 def name_of(path):

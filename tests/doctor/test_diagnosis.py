@@ -87,6 +87,14 @@ def one_nan():
     return Examination(PATIENT, [answer_on_paper(Question(Case(3, 18))), wrong])
 
 
+def nan_where_scores_are_far_below_0():
+    """Inputs made for 16-bit gradients have such scores too; nothing else is wrong."""
+    case = Case(4, 32, inputs="large")
+    cases = case, replace(case, dtype=torch.bfloat16, inputs=UNROUNDED[1])
+    nan = [answer_on_paper(Question(of), change=lambda _, x: x | {"out": x["out"] * torch.nan}) for of in cases]
+    return Examination(PATIENT, [*nan, answer_on_paper(Question(replace(case, inputs="normal")))])
+
+
 def unclear():
     """dk of rank 1 is wrong, and in 16 bits as near to the right numbers as what rounds: no entry is confirmed."""
     case = Case(4, 24, True, "zigzag", dtype=torch.bfloat16)
@@ -192,6 +200,7 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
     "it hangs of unequal chunks": and_fails(UNEQUAL, hangs=True),
     "it dies": and_fails(""),
     "one NaN": one_nan,
+    "NaN of large scores": nan_where_scores_are_far_below_0,
     "a right ring": lambda: examined(worlds=(1, 2, 3)),
     "answers that change": changing,
     "right plainly": asked_in_another_way(UNROUNDED[0]),

@@ -363,7 +363,7 @@ SETTINGS += [
 
 
 @pytest.mark.parametrize(("P", "passing", "settings"), SETTINGS)
-@few_or_many(20, 110)
+@few_or_many(10, 110)
 def test_no_conversation_remembers_another(ranks, P, passing, settings, programs):
     assert_programs(any_turn, programs, partial(run_conversations, ranks, P, passing, **settings), steps=5)
 

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from book import __main__ as book
 from book import data
 from book import test_explorers as explorers
 from ring_doctor.catalogue import CATALOGUE
@@ -71,3 +72,14 @@ def test_a_report_of_the_page_is_of_its_mistake():
         assert (report["verdict"], report["mistakes"]) == (f"SICK: {name}", [[name]])
         assert report["remarks"] == [CATALOGUE[name].what, f"Where to look: {CATALOGUE[name].look}."]
         assert any(label not in ("ok", "-") for grid in report["grids"] for row in grid["tiles"] for label in row)
+
+
+def test_a_book_with_one_broken_language_is_broken(monkeypatch, tmp_path):
+    def sphinx(builder, language, at):
+        at.mkdir(parents=True)
+        return int(language != "en")
+
+    fakes = {"sphinx": sphinx, "write": lambda at: (at / "narrow").mkdir(parents=True), "REPOSITORY": "there"}
+    for name, fake in {**fakes, "ROOT": tmp_path}.items():
+        monkeypatch.setattr(book, name, fake)
+    assert book.build() == 1

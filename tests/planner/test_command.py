@@ -347,6 +347,7 @@ def test_evidence_is_of_this_gpu_and_of_keys_and_values():
         assert "h100 (your numbers)" in plan(f"{LLAMA} {own}")
         assert "evidence              not graded: " in plan(f"{LLAMA} {own}")
     assert "12 measured steps of this kind, 5 on this GPU" in plan(f"{LLAMA} --memory 7e10")  # no time rests on it
+    assert plan(f"{LLAMA} --flops 5e14") != plan(f"{LLAMA} --flops 4e14")  # a plan of another GPU is not kept
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])

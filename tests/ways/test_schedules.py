@@ -662,7 +662,7 @@ def run_functions(ranks, P, steps):
 
 
 @pytest.mark.slow
-@few_or_many(60, 1250)
+@few_or_many(30, 1250)
 def test_no_call_remembers_another(ranks, programs):
     """On 4 ranks, of which a call takes 2, 3 or all."""
     assert_programs(partial(any_call, 4), programs, partial(run_functions, ranks, 4), steps=8)
