@@ -95,8 +95,7 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
         return None
     others = [answer for answer in answered if not imprecise(answer)]  # what is only imprecise has another cause
     telling = others if _wrong(others) else answered
-    # inputs that show roundings hide what is none, but for NaN
-    usual = [it for it in telling if it.case.inputs not in UNROUNDED or (it.state == WRONG and not imprecise(it))]
+    usual = [it for it in telling if it.case.inputs not in UNROUNDED or it in _wrong(others)]  # they hide all but NaN
     telling = usual if _wrong(usual) else telling
     if examination.changes:
         return Diagnosis((), tuple(wrong), "")  # right answers are right by luck
