@@ -27,7 +27,7 @@ from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree
 from ringlab.support.pipes import FACTS, HEAD, LONGEST, REPLY, Inbox, host_of_process, inbox_of_job
 from ringlab.support.processes import Raised, Ranks, launch
 from tests.every_way import FLAT, ON_MESH, WAYS, ranks_of
-from tests.mistakes import as_on_hosts, assert_refused
+from tests.mistakes import as_on_hosts, assert_refused, attempt
 
 B, H, G, C, D = 1, 4, 2, 4, 8
 
@@ -505,6 +505,17 @@ def test_an_error_in_a_part_of_a_job_ends_no_other_group(ranks):
     assert [each[0] for each in found] == [[0, 1, 2]] * 3
     assert found[1] == found[2]
     assert NEW_GROUP in found[1][2]
+
+
+def after_an_error_in_a_row(context):
+    mesh = DeviceMesh("cpu", torch.arange(3).view(3, 1))
+    with suppress(MemoryError), one_pass(mesh.get_group(1)):
+        raise MemoryError
+    return str(attempt(agree, lambda: None, mesh))
+
+
+def test_an_error_in_one_group_of_a_mesh_ends_the_mesh(ranks):
+    assert all(said.endswith(NEW_GROUP) for said in ranks(3, after_an_error_in_a_row))
 
 
 # An error in a pass --------------------------------------------------------------------------------------------------

@@ -213,8 +213,8 @@ BAD_TO_RINGS = [
 ]
 
 
-def without_the_first(seq_len, rank, world_size):
-    return torch.arange(1, seq_len).tensor_split(world_size)[rank]
+def dealing(*tokens):
+    return Layout("nowhere", lambda seq_len, rank, world_size: torch.arange(*tokens).tensor_split(world_size)[rank])
 
 
 def of_halves(seq_len, rank, world_size):
@@ -263,7 +263,10 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     (merge, (OUT, LSE, OUT[:, :2], LSE[:, :2]), {}, ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
     (merge, (OUT, LSE.bfloat16(), OUT, LSE), {}, ["lse_a has dtype torch.bfloat16", "float32 or", "keep the lse"]),
     (merge, (OUT, LSE, OUT, LSE.half()), {}, ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
-    (check_layout, (Layout("nowhere", without_the_first), 16, 4), {}, ["gives token 0 to 0 of 4 ranks; expected"]),
+    *(
+        (check_layout, (dealing(*tokens), 16, 4), {}, [f"gives token {which} of 4 ranks; expected"])
+        for tokens, which in {(1, 16): "0 to 0", (0, 17): "16 to 1", (-1, 16): "-1 to 1"}.items()
+    ),
     (check_layout, (Layout("halves", of_halves), 16, 4), {}, ["the layout halves gives rank 0 ", "int64"]),
     (check_layout, (Layout("falling", falling), 16, 4), {}, ["the layout falling gives rank 0 ", "rising order"]),
     (check_lengths, ("striped", [4, 16]), {}, ["have [4, 16] tokens in the striped layout; expected ["]),
