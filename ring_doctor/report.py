@@ -114,7 +114,8 @@ class Report:
         first = next(iter(self.inference), Finding(f"wrong numbers with {wrong[0].question.words()}"))
         when = self.diagnosis.when if self.diagnosis else ""
         said = first.brief or first.says
-        return shorten(said if when in ("", ALWAYS) else f"{said}, {when}", 140, placeholder=" ...")
+        when = when or f"as with {wrong[0].question.words()}"
+        return shorten(said if when == ALWAYS or when in said else f"{said}, {when}", 140, placeholder=" ...")
 
     @property
     def limits(self) -> list[str]:
@@ -149,7 +150,8 @@ class Report:
             sick = {it.question.same() for it in self.examination.faults}
             wide = " and ".join(n for n in ("float64", "float32") if {(getattr(torch, n), x) for x in sick} <= right)
             said.append(f"it is right in {wide}, and imprecise in 16 bits" if wide else "it is imprecise in 16 bits")
-        said += [f"it shows {diagnosis.when}"] if diagnosis and diagnosis.when else []
+        it = "numbers are wrong" if any(each.state == FAILED for each in self.examination.faults) else "it shows"
+        said += [f"{it} {diagnosis.when}"] if diagnosis and diagnosis.when else []
         said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
         faults = self.examination.faults
         unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
@@ -171,7 +173,7 @@ class Report:
         elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
             said.append(OUT_FIRST)
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
-            said.append("the X-ray is right: it has new processes, one sequence, one head, few tokens and small scores")
+            said.append(f"the X-ray is right: in new processes it asked {self.xray.case.words()}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 

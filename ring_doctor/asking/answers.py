@@ -4,7 +4,7 @@
 
 docs/doctor_in_ci.md says what a level means. Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
 
-Before: calls.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
+Before: calls.py, what one rank returns. After: sixteen_bits.py; job.py, which gives an answer whatever the ranks do.
 Source: the bound is derived in ../../ringlab/support/rounding.py.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.calls import RankResults, under_autocast
+from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import LATENTS
 from ring_doctor.asking.patient import Patient
@@ -33,13 +33,6 @@ TYPING_MISTAKES = ("NameError", "UnboundLocalError", "AttributeError", "ImportEr
 # a missing set-up, a wrong call, a key that is no number and no dtype, no GPU
 OF_NO_SIZE = re.compile(r"TypeError: .*(NoneType|argument)|KeyError: '\D+'|CUDA|NVIDIA")
 BAD_INPUT = 2  # the exit status for options that are no options
-ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
-PRODUCTS = (
-    "under autocast torch multiplies in 16 bits, and what is summed of such products is in 16 bits too: it is then as "
-    "exact as plain attention. With autocast disabled inside, or torch.amp.custom_fwd, its sums would stay in float32"
-)
-ONE_BIT = 2  # times the error of plain attention: as exact but for a bit
-ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
 ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
 
 
@@ -230,8 +223,7 @@ class Examination:
     @property
     def wrong(self) -> list[Answer]:
         """The wrong answers that tell of a mistake: always the same numbers, and if possible to what it must take."""
-        wrong = [it for it in self.answers if it.state == WRONG and it.results and not it.changes]
-        return [answer for answer in wrong if not never_claimed(answer)] or wrong
+        return as_claimed([it for it in self.answers if it.state == WRONG and it.results and not it.changes])
 
     @property
     def level(self) -> str:
@@ -273,35 +265,6 @@ class Examination:
         return [it.question.how for it in bad[:1]] == [AFTER]
 
     @property
-    def rounded_early(self) -> list[str]:
-        """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
-        times = []
-        for answer in self.answers:
-            case = answer.case
-            usual = (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal")
-            if answer.results and usual and not case.one_token_each:  # one value by itself rounds nothing
-                exact = case.right()["out"].exact
-                once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
-                times.append(answer.relative["out"] / once)
-        mean = sum(times) / max(1, len(times))
-        return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
-
-    def compared_under_autocast(self) -> list[str]:
-        """Take sums in 16 bits under autocast only for right, where plain attention is no more exact; say so."""
-        under = [answer for answer in self.answers if answer.question.how == "autocast"]
-        right = [answer.case for answer in self.answers if answer.state == OK and answer not in under]
-        wrong = [answer for answer in under if answer.state == WRONG]
-        usual = [answer for answer in under if answer.state == OK and answer.case.inputs == "normal"]
-        if not (wrong and usual) or any(answer.case not in right for answer in wrong):
-            return []  # the same numbers in 16 bits are wrong too: its own sums are to blame
-        errors = [(its.relative, judge(its.question, under_autocast(its.case)).relative) for its in usual]
-        if any(sum(its[x] - ONE_BIT * of[x] for its, of in errors) > 0 for x in errors[0][0].keys() & errors[0][1]):
-            return []
-        for answer in wrong:
-            answer.state, answer.wrong, answer.says = OK, {}, "as exact as plain attention under autocast"
-        return [PRODUCTS]
-
-    @property
     def changes(self) -> list[Answer]:
         """The answers that were other ones when the patient was asked again."""
         return [answer for answer in self.answers if answer.changes]
@@ -311,6 +274,13 @@ def never_claimed(answer: Answer) -> bool:
     """Whether an answer identifies no mistake: a failure with an optional feature, or any fault with these two."""
     feature = answer.question.feature
     return bool(feature) and (answer.state == FAILED or feature in (UNEQUAL, LSE))
+
+
+def as_claimed(answers: list[Answer]) -> list[Answer]:
+    """Those to what is claimed, as others may be wrong in any way; all of them where no other is more than rounded."""
+    wrong = [answer for answer in answers if answer.state == WRONG]
+    clear = [answer for answer in wrong if not imprecise(answer)] or wrong
+    return answers if all(map(never_claimed, clear)) else [it for it in answers if not never_claimed(it)]
 
 
 def excused(answer: Answer) -> bool:

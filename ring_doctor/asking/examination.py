@@ -15,8 +15,9 @@ import torch
 
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
-from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
+from ring_doctor.asking.patient import TENSORS, Patient, arguments_of, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
+from ring_doctor.asking.sixteen_bits import compared_under_autocast, rounded_early
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
@@ -55,11 +56,13 @@ def examination_of(
         _ask_everything(found, jobs, seed, quick, progress)
     if {"bfloat16", "float32"} & set(found.patient.dtypes) == {"bfloat16"} and not patient.state:
         found.remarks.append("nothing was asked under autocast, where tensors are float32: that is none of its dtypes")
-    found.remarks += found.compared_under_autocast()
+    if "window_size" in arguments_of(patient.name, patient.function) and False in found.patient.causal:
+        found.remarks.append("windows were asked for under a causal mask only")
+    found.remarks += compared_under_autocast(found.answers)
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)
-    found.remarks += found.rounded_early if found.healthy else []
+    found.remarks += rounded_early(found.answers) if found.healthy else []
     if quick:
         every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"

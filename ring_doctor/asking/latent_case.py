@@ -90,6 +90,7 @@ class LatentSteps:
 
     latents: Block = lambda case, rank, x: x
     rope: Block = lambda case, rank, x: x
+    scale: Callable[[LatentCase], float] = lambda case: case.head_dim**-0.5 if case.scale is None else case.scale
     named: Callable[[LatentCase], Tensor] = lambda case: torch.arange(case.seq_len)  # (S,): what a choice calls a token
     at_the_end: Callable[[LatentCase, dict[str, Tensor]], dict[str, Tensor]] = lambda case, results: results
 
@@ -110,5 +111,5 @@ def _attention(case: LatentCase, steps: LatentSteps, rank: int, named: Tensor, x
     if case.choose:
         seen = seen & (x["chosen"][:, :, at, :, None] == named).any(dim=-2)
     k = torch.cat([c @ x["w_k"].mT, rope.expand(-1, case.heads, -1, -1)], dim=-1)
-    scores = x["q"][:, :, at] @ k.mT * (case.head_dim**-0.5 if case.scale is None else case.scale)
+    scores = x["q"][:, :, at] @ k.mT * steps.scale(case)
     return (scores.masked_fill(~seen, HIDDEN).softmax(dim=-1) * seen) @ (c @ x["w_v"].mT)

@@ -4,9 +4,8 @@
                           and the right answers are right, or a condition keeps the mistake from them
 
 If out is wrong, out and lse are compared: wrong gradients follow from them, by more ways than one. Else all results
-are. An entry that explains everything comes first, then one with a condition: "without gradients only", "on rank 0
-only". Then come entries that explain a part: dk and dv, or dq. If nothing fits, the diagnosis says only which results
-are wrong, and when.
+are. First come entries that explain everything, then those with a condition ("on rank 0 only"), then those of a part:
+dk and dv, or dq. If nothing fits, the diagnosis says only which results are wrong, and when.
 
 Before: ../catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
@@ -19,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
+from ring_doctor.asking.answers import WRONG, Answer, Examination, as_claimed, imprecise
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import LATENTS, LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.questions import BESIDE, KEPT, Question
@@ -87,8 +86,7 @@ class Diagnosis:
 def diagnose(examination: Examination, progress: Callable[[str], None] = lambda words: None) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong. `progress` is told what is compared."""
     answered = [answer for answer in examination.answers if answer.results and not answer.in_float32]
-    claimed = [answer for answer in answered if not never_claimed(answer)]
-    answered = claimed if _wrong(claimed) else answered  # what was never claimed may be anything
+    answered = as_claimed(answered)
     if not any(answer.question.how == "autocast" for answer in _wrong(answered)):  # of float32 tensors: no condition
         answered = [answer for answer in answered if answer.question.how != "autocast"]
     if not (wrong := _wrong(answered)):
@@ -113,14 +111,15 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     when, shows = when_it_shows(told)
     found = found or of_ways
     left = left if 0 < len(found) <= FEW else {it.question: tuple(it.wrong) for it in faults if not shows(it)}
-    when = "" if left and when == ALWAYS else when
+    kinds = {"out" in answer.wrong for answer in _wrong(told)}  # two may be two mistakes, each with its condition
+    when = "" if (left and when == ALWAYS) or (kinds == {True, False} and not found) else when
     of_left = [it for it in faults if it.question in left]
     rest = _rest(_telling([it for it in answered if it.state != WRONG] + of_left), left) if left else []
     besides, of_rest = _explain(rest, of_kind.values())
     unnamed = _left(besides, [of.answer for of in _rest(map(WrongAnswer, of_left), left)], of_rest)
     besides = _of_ways(of_left, answered) or ([] if unnamed or len(besides) > FEW else besides)
-    said = where_left(left, examination.answers)
-    return Diagnosis(tuple(found), tuple(wrong), when, said, len(left), tuple(besides), follow or bool(state))
+    where = where_left(left, examination.answers)
+    return Diagnosis(tuple(found), tuple(wrong), when, where, len(left), tuple(besides), follow or bool(state))
 
 
 def _of_ways(wrong: list[Answer], answered: list[Answer]) -> list[Explanation]:
@@ -194,7 +193,8 @@ def _left(found: list[Explanation], wrong: list[Answer], follow: bool) -> dict[Q
         if of.case.seq_len <= LARGEST:
             other = of.answer.question.how in OTHER_GRADIENTS or ("out" in of.answer.wrong and not follow)
             names = [name for name in (FORWARD if other else EVERYTHING) if name in of.answer.wrong]
-            left[of.answer.question] = tuple(n for n in names if not any(_may_give(x, of, n) for x in found))
+            alone = ("dsinks",) * (list(of.answer.wrong) == ["dsinks"])  # which no paper ring gives
+            left[of.answer.question] = alone + tuple(n for n in names if not any(_may_give(x, of, n) for x in found))
     return {question: names for question, names in left.items() if names}
 
 

@@ -16,15 +16,13 @@ Source: Dao et al. 2022, algorithm 4, for what follows from which gradients are 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ring_doctor.asking.answers import Answer, right_results
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.latent_case import LatentCase, compute_latents
 from ring_doctor.mistakes.paper_ring import RIGHT
 from ringlab.support.rounding import Right, half_step
 
@@ -230,25 +228,6 @@ def _factors(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     yield Fact("c", look, own * exact, 2)
 
 
-@lru_cache(maxsize=256)
-def _at_the_nearest_scale(wrong: WrongAnswer) -> tuple[float, dict[str, Tensor]]:
-    """How many times the right scale brings latents nearest to out, by Newton's method; and the results with it."""
-    case: Any = wrong.case
-    scale, times, width = RIGHT.scale(case), 1.0, 1e-4
-    for _ in range(8):
-        x, more = (compute_latents(replace(case, scale=each * scale)) for each in (times, times + width))
-        slope, off = (more["out"] - x["out"]) / width, wrong.seen("out") - x["out"]
-        times = min(max(times + float((off * slope).sum() / slope.square().sum()), 0.1), 10.0)
-    return times, compute_latents(replace(case, scale=times * scale))
-
-
-def _another_scale(wrong: WrongAnswer, name: str) -> list[Fact] | None:
-    if not isinstance(wrong.case, LatentCase) or "out" not in wrong.answer.wrong:
-        return None
-    times, results = _at_the_nearest_scale(wrong)
-    return [Fact(f"{times:.3g}", "the scale: 1/sqrt(D + R), of all numbers of a key, or scale=", results[name])]
-
-
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     if not wrong.case.equal_chunks:
         return None
@@ -306,12 +285,11 @@ def _some_sequences(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
         yield Fact("all but the first", "what is taken from the first sequence for all: an index 0, a view, an expand")
 
 
-OF_EACH_TOKEN = 4  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not
+OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not
 CONTENTS = (  # the first that holds says the most
     Pattern("In {x} numbers are NaN or infinite {words}", _not_finite),
     Pattern("The numbers of {x} are those of {words}", _another_result),
     Pattern("In {x} all numbers are {words} times the right numbers", _factor),
-    Pattern("{x}: those of scores {words} times the right scores", _another_scale),
     Pattern("In {x} rank r has the right numbers of {words}", _another_rank),
     Pattern("In {x} the right numbers are {words}", _another_place),
     Pattern("{x}: {words}", _rounded, clear=False),

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.latent_case import LatentCase, LatentSteps
+from ring_doctor.asking.latent_case import LatentCase, LatentSteps, R
 from ring_doctor.mistakes import but, told
 
 Results = dict[str, Tensor]
@@ -46,6 +46,7 @@ CHANGES = {
         for hops in (1, 0)
     ],
     "rope_of_the_own_block": [but(rope=of_own_block)],
+    "scale_without_the_rope": [but(scale=lambda steps, case: (case.head_dim - R) ** -0.5)],
     "dw_counted_once_a_rank": [
         but(at_the_end=partial(times_ranks, names)) for names in (("dw_k", "dw_v"), ("dw_k",), ("dw_v",))
     ],

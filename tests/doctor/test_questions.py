@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, OK, PRODUCTS, REFUSED, WRONG, Examination, judge, right_results
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Examination, judge, right_results
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import dtype_of, patient_of
 from ring_doctor.asking.questions import LSE, WAYS, Question, in_turn, kind, questions
+from ring_doctor.asking.sixteen_bits import PRODUCTS, compared_under_autocast
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -252,7 +253,7 @@ def test_sums_in_16_bits_under_autocast_alone_are_right_if_plain_attention_is_no
         found = of_torch(usual, autocast=True)
         found |= {"dk": exact["dk"] + times * (found["dk"] - exact["dk"])}  # one result is enough
         answers.append(judged(AUTOCAST, {name: x.float() for name, x in found.items()}))
-    said = Examination(patient_of(ring_flash_attention), answers).compared_under_autocast()
+    said = compared_under_autocast(answers)
     assert (answers[1].state, said) == (state, [PRODUCTS] if state == OK else [])
 
 
