@@ -250,14 +250,14 @@ def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, tmp_path,
 
 
 def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
-    out, file = tmp_path / "run", "__2_0.distcp"
+    out, of_rank_0, of_rank_2 = tmp_path / "run", "__2_0.distcp", "__1_0.distcp"  # by who checks them
     shutil.copytree(whole / "run", out)
-    flip(out / NEWEST / file, 30)
+    flip(out / NEWEST / of_rank_2, 30)
     options = ["--data", f"{whole}/text.txt", "--out", out, "--steps", 3, "--resume"]
     ranks(3, run, options)
     assert [path.name for path in finished(out)] == ["step-00000003", OLDER]
-    flip(out / OLDER / file, 30)
-    flip(out / "step-00000003" / file, 30)
+    flip(out / OLDER / of_rank_0, 30)
+    flip(out / "step-00000003" / of_rank_2, 30)
     assert_refused(ranks, 3, "no whole checkpoint in its place: ", run, options)
 
 

@@ -482,13 +482,15 @@ def test_pytorch_is_asked_about_aligned_memory_and_may_take_nothing():
 
 
 def taken(context, problems):
-    """The results, which kernels were taken for each problem, and for how many shapes cuDNN made plans."""
+    """The results; which kernels each problem took; if cuDNN is on, and how often it is taken where it is off."""
     results, by_kernel = [], []
     for problem in problems:
         with on_gpu() as kernels:
             results += results_on_rank(context, "ring", context.world_size, [problem])
         by_kernel.append((kernels.taken["cudnn"], kernels.taken["flash"]))
-    return results, by_kernel, cudnn_sdp_enabled()
+    with gpu_kernels.without_cudnn(), on_gpu() as kernels:
+        results_on_rank(context, "ring", context.world_size, problems[:1])
+    return results, by_kernel, (cudnn_sdp_enabled(), kernels.taken["cudnn"])
 
 
 def near(score, four):
@@ -520,6 +522,6 @@ def test_cudnn_gets_shapes_that_come_back(ranks, P):
     of_ranks = ranks(P, taken, few)
     assert_right_results(lambda *_: [results for results, *_ in of_ranks], "ring", P, few)
     for rank, (_, (whole, documents, striped, *halves), switch) in enumerate(of_ranks):
-        assert (whole, documents[0], switch) == ((2 * P, 0), 0, True)
+        assert (whole, documents[0], switch) == ((2 * P, 0), 0, (True, 0))
         assert striped[0] == 2 * (rank + 1)  # the blocks of later ranks are smaller by a row and a key
         assert all(by_cudnn <= 2 for by_cudnn, _ in halves)

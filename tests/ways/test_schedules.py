@@ -79,6 +79,8 @@ def test_every_mask_and_layout(ranks, way, shape):
         for j, layout in enumerate(ALL_LAYOUTS)
         if every or name == "causal" or i % len(ALL_LAYOUTS) == j
     ]
+    lengths = tuple(range(1, ranks_of(shape) + 1))  # a document on each rank: no block is needed elsewhere
+    problems.append(Problem(8, 2, sum(lengths), {"documents": lengths}, lengths))
     assert_right_results(ranks, way, shape, problems)
 
 
