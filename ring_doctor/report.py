@@ -21,7 +21,7 @@ import torch
 
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer, Examination
 from ring_doctor.asking.questions import UNEQUAL
-from ring_doctor.explaining.conditions import ALWAYS, OUT_FIRST, separated
+from ring_doctor.explaining.conditions import OUT_FIRST, separated
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.xray import XRay
@@ -111,11 +111,9 @@ class Report:
     def finding(self) -> str:
         """What the numbers show first, without where to look, and when they do."""
         wrong = self.diagnosis.answers if self.diagnosis else self.examination.faults
-        first = next(iter(self.inference), Finding(f"wrong numbers with {wrong[0].question.words()}"))
-        when = self.diagnosis.when if self.diagnosis else ""
-        said = first.brief or first.says
-        when = when or f"as with {wrong[0].question.words()}"
-        return shorten(said if when == ALWAYS or when in said else f"{said}, {when}", 140, placeholder=" ...")
+        first = next(iter(self.inference), Finding("wrong numbers"))
+        when = (self.diagnosis and self.diagnosis.when) or f"as with {wrong[0].question.words()}"
+        return shorten(f"{first.brief or first.says}, {when}", 140, placeholder=" ...")
 
     @property
     def limits(self) -> list[str]:

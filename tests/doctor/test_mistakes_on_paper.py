@@ -82,7 +82,7 @@ ASKED = [  # unequal in all that an entry may confuse
     Case(3, 18, True, "striped", heads=6, value_dim=6),
     replace(CAUSAL, window=3),
     replace(CAUSAL, layout="zigzag", window=5),
-    replace(CAUSAL, window=7, window_right=6),
+    replace(CAUSAL, window=8, window_right=6),
     replace(CAUSAL, window=6, documents=(7, 17)),
     replace(CAUSAL, layout="striped", documents=(7, 17)),
     replace(CAUSAL, inputs="large"),
