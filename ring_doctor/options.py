@@ -9,10 +9,10 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.patient import MOST, TENSORS, Patient
 from ringlab.options import Parser, new_file, positive
+from ringlab.ring.layouts import LAYOUTS
 
 DESCRIPTION = """\
 Is your ring attention right, and if not, which mistake is it?

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_doctor.asking.case import UNROUNDED, Case, layout_of
+from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.names import layout_of
 from ring_doctor.asking.patient import NAMES, OPTION, TENSORS, Patient, arguments_of
 from ring_doctor.asking.questions import BESIDE, FROZEN, Question
 from ringlab.support.processes import Frame, RankContext, own_frame, place

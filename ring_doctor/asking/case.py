@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_doctor.asking.names import named
+from ring_doctor.asking.names import layout_of
 from ring_doctor.asking.probes import RUNS, probes
-from ringlab.ring.layouts import LAYOUTS, Layout
+from ringlab.ring.layouts import Layout
 from ringlab.ring.layouts import positions as positions_of_layout
 from ringlab.ring.masks import Mask
 from ringlab.support.expect import expect
@@ -43,7 +43,7 @@ class Case:
     layout: str = "contiguous"  # or zigzag, striped, or "module:name" of a `Layout` or of a function that deals out
     documents: tuple[int, ...] | None = None
     window: int | None = None
-    window_right: int = 0  # beside it in window_size: under a causal mask it changes nothing, nor does -1, no end
+    window_right: int = 0  # beside it in window_size: under a causal mask it changes nothing; -1: no end
     batch: int = 1
     heads: int = 2
     kv_heads: int = 2
@@ -112,7 +112,7 @@ class Case:
 
     def visible(self) -> Tensor:
         """(S, S) bool: whether the query, a row, sees the key, a column."""
-        return _visible(self.seq_len, self.causal, self.documents, self.window)
+        return _visible(self.seq_len, self.causal, self.documents, self.window, self.window_right)
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> dict[str, Right]:
         """The results of attention to these tensors, under the mask of the case."""
@@ -174,16 +174,15 @@ def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
     return at
 
 
-def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
-    """The layout of this name, or what "module:name" names. Raises ValueError when there is none."""
-    return name if name in LAYOUTS else named(name)
-
-
 @lru_cache(maxsize=512)
-def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
-    mask = Mask(causal, documents, window)
+def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None, right: int) -> Tensor:
+    mask = Mask(causal, documents, window if causal else None)
     mask.check_length(seq_len)
-    return mask.dense(torch.arange(seq_len), seq_len)
+    seen = mask.dense(torch.arange(seq_len), seq_len)
+    if causal or window is None:
+        return seen
+    after = torch.arange(seq_len) - torch.arange(seq_len)[:, None]  # the query
+    return seen & (after > -window) & ((after <= right) | (right < 0))
 
 
 @lru_cache(maxsize=512)

@@ -15,7 +15,7 @@ import torch
 
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
-from ring_doctor.asking.patient import TENSORS, Patient, arguments_of, dtype_of
+from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
 from ring_doctor.asking.sixteen_bits import compared_under_autocast, rounded_early
 
@@ -56,8 +56,6 @@ def examination_of(
         _ask_everything(found, jobs, seed, quick, progress)
     if {"bfloat16", "float32"} & set(found.patient.dtypes) == {"bfloat16"} and not patient.state:
         found.remarks.append("nothing was asked under autocast, where tensors are float32: that is none of its dtypes")
-    if "window_size" in arguments_of(patient.name, patient.function) and False in found.patient.causal:
-        found.remarks.append("windows were asked for under a causal mask only")
     found.remarks += compared_under_autocast(found.answers)
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []

@@ -23,7 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ringlab.ring.layouts import Layout
+from torch import Tensor
+
+from ringlab.ring.layouts import LAYOUTS, Layout
 from ringlab.support.expect import expect
 from ringlab.support.processes import place_of
 
@@ -133,3 +135,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 TO_A_FILE = "make it in a module, when that is imported, and give its name: assert_ring('my_package.ring:attention')"
+
+
+def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
+    """The layout of this name, or what "module:name" names. Raises ValueError when there is none."""
+    return name if name in LAYOUTS else named(name)

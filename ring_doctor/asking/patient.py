@@ -31,10 +31,11 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.case import LAYOUTS, Case
+from ring_doctor.asking.case import Case
 from ring_doctor.asking.latent_case import LATENTS, OneHead
 from ring_doctor.asking.names import by_name, module_named, name_of, portable
 from ring_doctor.asking.state_case import Convolution
+from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.expect import expect
 
 NAMES = {  # an option: the names of it

@@ -256,9 +256,11 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
     C, causal = patient.chunk, [case for case in plain if case.causal]
     widths = [(1, 0), (3, 0), (C + 2, 0), (2 * C + 1, 0)]
-    widths += [(3, 2), (C + 2, -1)] if "window_size" in arguments_of(patient.name, patient.function) else []
-    for case, (window, right) in itertools.product(causal, widths if "window" in patient.takes else ()):
+    both = [(3, 2), (C + 2, -1)] if "window_size" in arguments_of(patient.name, patient.function) else []
+    for case, (window, right) in itertools.product(causal, widths + both if "window" in patient.takes else ()):
         yield Question(replace(case, window=window, window_right=right), feature=TO_THE_RIGHT if right else "")
+    for window, right in both if not plain[0].causal else ():
+        yield Question(replace(plain[0], window=window, window_right=right), feature="a window without a causal mask")
     if "documents" not in patient.takes:
         return
     alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_doctor.asking.case import LAYOUTS, positions
+from ring_doctor.asking.case import positions
 from ring_doctor.asking.job import CannotExamine
 from ringlab.models.transformer import IGNORED
+from ringlab.ring.layouts import LAYOUTS
 
 Ranks = Sequence[dict[str, Any]]  # what each rank saw of a step: recorder.py
 Clue = tuple[str, str]  # the name of a mistake, or "", and what was seen

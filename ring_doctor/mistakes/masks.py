@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.case import LAYOUTS, Case, positions
+from ring_doctor.asking.case import Case, positions
 from ring_doctor.mistakes import Change, but, told
 from ring_doctor.mistakes.paper_ring import NotOnPaper, Steps
+from ringlab.ring.layouts import LAYOUTS
 
 
 class Pairs:

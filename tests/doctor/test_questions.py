@@ -323,6 +323,12 @@ def test_everything_that_is_asked(name):
     assert asked_of(name) in ASKED.read_text()
 
 
+@pytest.mark.parametrize(("right", "last"), [(2, lambda i: i + 2), (-1, lambda i: 8)])
+def test_without_a_causal_mask_a_window_has_two_sides(right, last):
+    seen = Case(2, 8, window=3, window_right=right, documents=(7, 1)).visible().tolist()
+    assert seen == [[i - 3 < j <= last(i) and (i < 7) == (j < 7) for j in range(8)] for i in range(8)]
+
+
 @pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[:2], LAYOUTS])
 def test_each_mask_meets_each_way_to_ask_on_an_odd_and_on_an_even_number_of_ranks(layouts):
     asked = [it for it in all_questions(replace(RING, layouts=layouts)) if it.case.world_size in (3, 4)]
