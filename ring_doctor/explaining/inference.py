@@ -93,16 +93,18 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
 def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: list[Finding]) -> list[Finding]:
     """The findings; before them, if one rank alone gives all these wrong numbers, that no other rank is to blame.
 
-    It does if it gives the same numbers for the same sequences. Else it comes after them where one rank is wrong too.
+    It does if it gives the same numbers for the same sequences, and in no other result is any number wrong. Else it
+    comes after them where one rank is wrong too.
     """
     of_one = [answer for answer in examination.answers if answer.case.world_size == 1]
     if not (alone := [answer for answer in examination.wrong if answer.case.world_size == 1]):
         return findings
-    said = f"One rank alone is wrong already ({_in_order({name for answer in alone for name in answer.wrong})})"
+    names = {name for answer in alone for name in answer.wrong}
+    said = f"One rank alone is wrong already ({_in_order(names)})"
     whole = {_of_one(answer): answer.results for answer in of_one}
     pairs = [(it, whole.get(_of_one(it.answer), {})) for it in told if it.case.world_size > 1]
     same = [it.near(name, of[name].double()) for it, of in pairs for name in it.answer.wrong if name in of]
-    if same and all(same):
+    if same and all(same) and all(names >= it.answer.wrong.keys() for it in told):
         brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
         return [Finding(f"{said}, so no message between ranks is to blame", ON_ONE_RANK, brief), *findings]
     fine = [answer.question for answer in of_one if answer.state == OK]

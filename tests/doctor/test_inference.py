@@ -241,6 +241,9 @@ TOLD_OF = {  # the answers, or these and an X-ray
         planted(noise(*EVERYTHING), [Case(1, 18, heads=4, kv_heads=2), Case(3, 18)])
         + planted(lambda case, x: {}, [Case(1, 6)])
     ),
+    "dk times 2 on one rank too, and out of later questions": lambda: (
+        planted(times(lambda P: 2, "dk"), [Case(1, 18), Case(3, 18)]) + planted(noise("out"), [Case(3, 24)])
+    ),
     "all of a batch, and gradients": lambda: planted(noise(*EVERYTHING), cases(batch=2)) + planted(noise(*GRADIENTS)),
     "dk of the next rank, and unequal chunks": lambda: planted(LATER_RANK) + planted(noise("dk"), [Case(3, 19)]),
     "dq times 2, and answers that change": lambda: (
