@@ -277,7 +277,7 @@ def never_claimed(answer: Answer) -> bool:
 
 
 def as_claimed(answers: list[Answer]) -> list[Answer]:
-    """Those to what is claimed, as others may be wrong in any way; all of them where no other is more than rounded."""
+    """The answers to what is claimed: others may be wrong in any way. All answers, if only others are clearly wrong."""
     wrong = [answer for answer in answers if answer.state == WRONG]
     clear = [answer for answer in wrong if not imprecise(answer)] or wrong
     return answers if all(map(never_claimed, clear)) else [it for it in answers if not never_claimed(it)]

@@ -196,7 +196,7 @@ def _of_lengths(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     for case in dict.fromkeys((*odd[:1], *odd[-1:])):
         yield Question(replace(case, seq_len=P), feature="one token a rank")
         yield Question(replace(case, seq_len=(patient.chunk + 1 | 1) * P), feature="an odd number of tokens a rank")
-    for case in contiguous:  # with a mask one chunk is shorter, so those of other ranks begin elsewhere
+    for case in contiguous:  # under a mask the last one is shorter: who counts all by its own length errs
         yield Question(replace(case, seq_len=case.seq_len + (P - 1 if case.causal else 1)), feature=UNEQUAL)
 
 

@@ -46,7 +46,9 @@ CHANGES = {
         for hops in (1, 0)
     ],
     "rope_of_the_own_block": [but(rope=of_own_block)],
-    "scale_without_the_rope": [but(scale=lambda steps, case: (case.head_dim - R) ** -0.5)],
+    "scale_without_the_rope": [
+        but(scale=lambda steps, case: (case.head_dim - R) ** -0.5 if case.scale is None else case.scale)
+    ],
     "dw_counted_once_a_rank": [
         but(at_the_end=partial(times_ranks, names)) for names in (("dw_k", "dw_v"), ("dw_k",), ("dw_v",))
     ],
