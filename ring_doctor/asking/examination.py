@@ -132,7 +132,7 @@ def _ask_everything(
                 lse_grad = any(answer.lse_grad for answer in found.answers)
                 if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
                     break
-                if _tells_nothing(found, question):
+                if _tells_nothing(found, question, sick):
                     break
                 part = question.members is not None
                 job = jobs[world_size + part, part]
@@ -140,7 +140,9 @@ def _ask_everything(
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
                 progress(f"{len(done) / total:4.0%}  {question.words()}" + (f": {answer.says}" if answer.says else ""))
-                if answer.state == WRONG and world_size not in {it.case.world_size for it in found.faults}:
+                told = [it.question for it in found.faults]
+                known = any(it.case.world_size == world_size or kind(it) == kind(question) for it in told)
+                if answer.state == WRONG and not known:
                     job.restart()  # what is kept from earlier calls would look like a condition of this question
                     first = job.ask(question)
                     answer.kept = first.state == OK and not answer.changes
@@ -160,12 +162,13 @@ def _ask_everything(
             job.close()  # no larger number of ranks needs its processes
 
 
-def _tells_nothing(found: Examination, question: Question) -> bool:
-    """Calls with other options, where calls with the same ones do harm; an option, where one rank refuses all."""
+def _tells_nothing(found: Examination, question: Question, sick: Collection[Hashable]) -> bool:
+    """Other calls before, where it is wrong without them or after equal ones; an option, where one rank takes none."""
     beside, alone = question.how.startswith(BESIDE), question.case.world_size == 1
     other_code = alone and question.case.seq_len != found.patient.chunk
     refused = other_code and not any(answer.results for answer in found.answers if answer.case.world_size == 1)
-    return refused or (beside and any(answer.question.how == "interleaved" for answer in found.faults))
+    harm = (question.case.causal, question.case.layout) in sick
+    return refused or (beside and (harm or any(answer.question.how == "interleaved" for answer in found.faults)))
 
 
 def _as_wrong_as_it_is(answer: Answer, patient: Patient) -> Answer:
