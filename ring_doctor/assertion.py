@@ -79,7 +79,7 @@ def examine(
     Raises ValueError for a function that cannot be examined, or that no other process can import, and CannotExamine
     where it answers no question at all.
     """
-    patient = function if isinstance(function, Patient) else patient_of(function, **claims)
+    patient = patient_of(function, **claims)
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)
     threads = torch.get_num_threads()

@@ -91,8 +91,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--html", type=new_file(".html"), metavar="FILE", help="one page; with matplotlib, its X-ray is a picture")
 
     args = parser.parse_args(argv)
-    if args.model and (args.quick or args.state):
-        parser.error("a --model has no shorter way and is no ring of states; expected neither --quick nor --state")
+    if args.model and (args.quick or set(claims_of(args)) - {"layouts"}):
+        parser.error("a --model takes --layout, --vocab, --seed, --device and --time-limit; expected no other question")
     if not 0 < args.time_limit < float("inf"):
         parser.error(f"--time-limit is {args.time_limit:g}; expected a number of seconds")
     return args

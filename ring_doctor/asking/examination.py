@@ -129,10 +129,7 @@ def _ask_everything(
                 if found.lost > 1 or any(it.silent for it in plain):  # in other questions it would hang too
                     found.remarks.append("after hangs or crashes nothing more was asked")
                     return
-                lse_grad = any(answer.lse_grad for answer in found.answers)
-                if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
-                    break
-                if _tells_nothing(found, question, sick):
+                if question.feature in found.beyond or _tells_nothing(found, question, sick):
                     break
                 part = question.members is not None
                 job = jobs[world_size + part, part]
@@ -140,9 +137,7 @@ def _ask_everything(
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
                 progress(f"{len(done) / total:4.0%}  {question.words()}" + (f": {answer.says}" if answer.says else ""))
-                told = [it.question for it in found.faults]
-                known = any(it.case.world_size == world_size or kind(it) == kind(question) for it in told)
-                if answer.state == WRONG and not known:
+                if answer.state == WRONG and world_size not in {it.case.world_size for it in found.faults}:
                     job.restart()  # what is kept from earlier calls would look like a condition of this question
                     first = job.ask(question)
                     answer.kept = first.state == OK and not answer.changes
@@ -163,12 +158,16 @@ def _ask_everything(
 
 
 def _tells_nothing(found: Examination, question: Question, sick: Collection[Hashable]) -> bool:
-    """Other calls before, where it is wrong without them or after equal ones; an option, where one rank takes none."""
+    """Other calls before, where it is wrong without them or after equal ones; an option, where one rank takes none.
+
+    And gradients of an lse that has none.
+    """
     beside, alone = question.how.startswith(BESIDE), question.case.world_size == 1
     other_code = alone and question.case.seq_len != found.patient.chunk
     refused = other_code and not any(answer.results for answer in found.answers if answer.case.world_size == 1)
+    no_lse = question.feature == LSE and not any(answer.lse_grad for answer in found.answers)
     harm = (question.case.causal, question.case.layout) in sick
-    return refused or (beside and (harm or any(answer.question.how == "interleaved" for answer in found.faults)))
+    return no_lse or refused or (beside and (harm or any(it.question.how == "interleaved" for it in found.faults)))
 
 
 def _as_wrong_as_it_is(answer: Answer, patient: Patient) -> Answer:

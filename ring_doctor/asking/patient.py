@@ -26,7 +26,7 @@ Source: the signatures of flash_attn_func, ring-flash-attention, torch.nn.functi
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class Patient:
         most, why = max(self.worlds, default=0), "with 2, the next rank is also the previous rank, and many mistakes"
         expect(most >= LEAST, f"{most} ranks at most", f"{LEAST} or more: {why} do not show")
         expect(most <= MOST, f"{most} ranks", f"{MOST} or fewer: each is a process of this machine")
+        expect(min(self.worlds) > 0, f"{min(self.worlds)} ranks", "1 or more")
         words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
         for layout in self.layouts:
             expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}", words)
@@ -139,11 +140,12 @@ OTHERS = {"NAME", "FUNCTION", "SETUP", "STATE", "SHAPE", "HEADS_PER_RANK"}  # a 
 CONSTANTS = {field.name.upper() for field in fields(Patient)} - OTHERS  # of a patient file
 
 
-def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any) -> Patient:
-    """The patient that is meant: a function, "module:function", or a patient file "module"; `name` is for the report.
+def patient_of(function: Callable[..., Any] | str | Patient, name: str = "", **claims: Any) -> Patient:
+    """The patient that is meant: a function, "module:function", a patient file "module", or a Patient, claimed anew.
 
-    path/to/file.py stands for a module too. `claims` are fields of `Patient`, one thing or several. What they leave out
-    says the patient file, or the signature: without `layout`, contiguous; without `causal`, full attention.
+    path/to/file.py stands for a module too. `name` is for the report. `claims` are fields of `Patient`, one thing or
+    several. What they leave out says the patient file, or the signature: without `layout`, contiguous; without
+    `causal`, full attention.
     Raises ValueError as `Patient` does, and when the name cannot be imported.
     """
     known = {field.name for field in fields(Patient)} - {"name", "function"}
@@ -153,10 +155,12 @@ def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any
         name = name or function
         function, of_file = _in_file(function)
         claims = of_file | claims
-    expect(callable(function), f"{function!r} is {type(function).__name__}", "a function, or its name module:function")
     for several in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
         if isinstance(claims[several], bool | int | str):
             claims[several] = (claims[several],)
+    if isinstance(function, Patient):
+        return replace(function, name=name or function.name, **claims)
+    expect(callable(function), f"{function!r} is {type(function).__name__}", "a function, or its name module:function")
     name = name or name_of(function)
     if claims.get("state"):
         claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims

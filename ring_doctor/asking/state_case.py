@@ -139,8 +139,7 @@ class Convolution:
     @property
     def __signature__(self) -> inspect.Signature:
         given = inspect.signature(self.function)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        first = [inspect.Parameter(name, kind) for name in (*"qkv", "weight")]
+        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*"qkv", "weight")]
         return given.replace(parameters=[*first, *list(given.parameters.values())[2:]])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> Tensor:

@@ -119,8 +119,7 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     for name in ("W forward", "W backward"):
         if name in shown:
             sheet = _sheet(case, shown[name], weights, allowed[name])
-            own = [_row_factor(sheet, row) for row in range(case.seq_len)]
-            factors = [own, *factors]
+            factors = [[_row_factor(sheet, row) for row in range(case.seq_len)], *factors]
             of_keys = of_keys or _keys_factors(sheet)
             c, tiles = _times_scores(sheet), tiles_of([sheet])
             if c != 1:

@@ -39,7 +39,10 @@ BAD = [  # what is typed, and the sentence
     ),
     (f"{HERE}:right --json /nowhere/x.json", "expected a name ending in .json of a file, in a folder that exists"),
     (f"{HERE}:right --html x.htm", "'x.htm' given, expected a name ending in .html"),
-    *((f"{HERE}:right --model {of}", "a --model has no shorter way and is no ring") for of in ("--quick", "--state")),
+    *(
+        (f"{HERE}:right --model {of}", "a --model takes --layout, --vocab, --seed, --device and --time-limit;")
+        for of in ("--quick", "--state", "--causal", "--worlds 3", "--layout zigzag --heads 4")
+    ),
     *((f"run 1 2 --{of} 0", f"argument --{of}: '0' given, expected a whole") for of in ("steps", "time-limit")),
     ("run 1 2 --json x.txt", "argument --json: 'x.txt' given, expected a name ending in .json"),
     ("", "ring-doctor: the following arguments are required: module:function"),

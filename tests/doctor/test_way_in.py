@@ -221,6 +221,7 @@ REFUSED = [  # a function or its name, what is claimed, and what is said of it
     (own_chunk, {"batch": 0}, "batch is 0; expected a whole number from 1 on"),
     (own_chunk, {"worlds": (1, 2)}, "2 ranks at most; expected 3 or more"),
     (own_chunk, {"worlds": ()}, "0 ranks at most; expected 3 or more"),
+    (own_chunk, {"worlds": (0, 3)}, "0 ranks; expected 1 or more"),
     (own_chunk, {"worlds": (3, 17)}, "17 ranks; expected 16 or fewer: each is a process of this machine"),
     (own_chunk, {"head_dim": 1.5}, "head_dim is 1.5"),
     (own_chunk, {"chunk": 3}, "chunk is 3; expected a whole number from 4 on"),
@@ -252,6 +253,11 @@ def test_what_cannot_be_asked_is_told_what_to_do(project, function, claims, word
     )
     with pytest.raises(ValueError, match=words):
         patient_of(function, **claims)
+
+
+def test_a_patient_gets_other_claims():
+    claims = {"name": "mine", "worlds": (3,)}
+    assert patient_of(patient_of(own_chunk, batch=3), **claims) == patient_of(own_chunk, batch=3, **claims)
 
 
 def shares(seq_len, rank, world_size):
