@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--time-limit", type=float, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--quick", action="store_true", help="ask each kind of question until one is answered")
-    add("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
+    add("--vocab", type=positive, metavar="V", help="tokens of a --model are below V (32)")
 
     add = parser.add_argument_group("what to write, besides the report on the terminal").add_argument
     add("--json", type=new_file(".json"), metavar="FILE", help="every answer, for other programs")
@@ -93,6 +93,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model and (args.quick or set(claims_of(args)) - {"layouts"}):
         parser.error("a --model takes --layout, --vocab, --seed, --device and --time-limit; expected no other question")
+    if args.vocab and not args.model:
+        parser.error("--vocab is given without --model; expected none: an attention takes no tokens")
     if not 0 < args.time_limit < float("inf"):
         parser.error(f"--time-limit is {args.time_limit:g}; expected a number of seconds")
     return args

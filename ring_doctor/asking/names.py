@@ -104,8 +104,7 @@ def _module_of(path: str) -> str:
 
 
 def _raised(error: BaseException) -> str:
-    at = place_of(error)
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    said, at = f"{type(error).__name__}: {error}".splitlines()[0], place_of(error)
     return f"it raised {said}" + (f" ({at})" if at else "")
 
 

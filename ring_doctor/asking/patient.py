@@ -33,7 +33,7 @@ import torch
 
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.latent_case import LATENTS, OneHead
-from ring_doctor.asking.names import by_name, module_named, name_of, portable
+from ring_doctor.asking.names import by_name, layout_of, module_named, name_of, portable
 from ring_doctor.asking.state_case import Convolution
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.expect import expect
@@ -88,12 +88,13 @@ class Patient:
 
     def __post_init__(self) -> None:
         most, why = max(self.worlds, default=0), "with 2, the next rank is also the previous rank, and many mistakes"
+        expect(all(type(n) is int and n > 0 for n in self.worlds), f"worlds is {self.worlds}", "numbers from 1 on")
         expect(most >= LEAST, f"{most} ranks at most", f"{LEAST} or more: {why} do not show")
         expect(most <= MOST, f"{most} ranks", f"{MOST} or fewer: each is a process of this machine")
-        expect(min(self.worlds) > 0, f"{min(self.worlds)} ranks", "1 or more")
         words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
         for layout in self.layouts:
             expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}", words)
+            layout_of(layout)
         for dtype in self.dtypes:
             dtype_of(dtype)
         expect(self.tensors in TENSORS, f"tensors is {self.tensors!r}", f"one of {', '.join(TENSORS)}")
@@ -188,9 +189,8 @@ def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         unused = f"{claims} of its module hold for {home}, without :{function_name}, and are not used here"
         return function, {"about": unused} if claims else {}
     for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
-        near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
-        given, expected = f"{name} has a constant {constant}", f"{''.join(near)}, or another name"
-        expect(constant in CONSTANTS or not near, given, expected)
+        near = [] if constant in CONSTANTS else difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
+        expect(not near, f"{name} has a constant {constant}", f"{''.join(near)}, or another name")
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     return function, {"setup": said.get("setup"), **of_file, **(of_this or {})}
 

@@ -150,8 +150,7 @@ class XRay:
                 grids.append({"title": f"{matrix.title}: {same or 'right'}.", "tiles": [], "holds": []})
                 continue
             title = f"{matrix.title}: {len(matrix.wrong)} of {P * P} tiles are wrong."
-            labels = [tile.label for tile in matrix.tiles]
-            tiles = [labels[rank * P : (rank + 1) * P] for rank in range(P)]
+            tiles = [[tile.label for tile in matrix.tiles[rank * P : (rank + 1) * P]] for rank in range(P)]
             grids.append({"title": title, "tiles": tiles, "holds": matrix.shown})
         return grids
 

@@ -43,6 +43,7 @@ BAD = [  # what is typed, and the sentence
         (f"{HERE}:right --model {of}", "a --model takes --layout, --vocab, --seed, --device and --time-limit;")
         for of in ("--quick", "--state", "--causal", "--worlds 3", "--layout zigzag --heads 4")
     ),
+    (f"{HERE}:right --vocab 9", "--vocab is given without --model"),
     *((f"run 1 2 --{of} 0", f"argument --{of}: '0' given, expected a whole") for of in ("steps", "time-limit")),
     ("run 1 2 --json x.txt", "argument --json: 'x.txt' given, expected a name ending in .json"),
     ("", "ring-doctor: the following arguments are required: module:function"),
