@@ -33,7 +33,7 @@ LISTED = 12  # kinds of answers that are not right, in the text; the JSON and th
 CHANGES = "asked again, or first in new processes, it gave different numbers, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
 BETWEEN_RANKS = "Look for a race (no wait(), a shared buffer), a torch.empty() that is never filled, a counter, a cache"
-OF_EARLIER_CALLS = "In new processes it is right: look for a cache or buffer of an earlier call, read in a later one"
+OF_EARLIER_CALLS = "In new processes this is right: look for a cache or buffer of earlier calls. Mend it and ask again"
 UNAWAITED = "A message for which nobody waits is read too early, or taken for the next one. Mend this, then ask again"
 ON_ONE_RANK = "One rank alone does it too: look for random numbers, a torch.empty() never filled, a counter, a cache"
 
@@ -148,7 +148,8 @@ class Report:
             sick = {it.question.same() for it in self.examination.faults}
             wide = " and ".join(n for n in ("float64", "float32") if {(getattr(torch, n), x) for x in sick} <= right)
             said.append(f"it is right in {wide}, and imprecise in 16 bits" if wide else "it is imprecise in 16 bits")
-        it = "numbers are wrong" if any(each.state == FAILED for each in self.examination.faults) else "it shows"
+        it = "the first mistake shows" if diagnosis and diagnosis.rest else "it shows"
+        it = "numbers are wrong" if any(each.state == FAILED for each in self.examination.faults) else it
         said += [f"{it} {diagnosis.when}"] if diagnosis and diagnosis.when else []
         said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
         faults = self.examination.faults

@@ -283,6 +283,12 @@ def as_claimed(answers: list[Answer]) -> list[Answer]:
     return answers if all(map(never_claimed, clear)) else [it for it in answers if not never_claimed(it)]
 
 
+def but_autocast(answers: list[Answer]) -> list[Answer]:
+    """Answers under autocast are of float32 tensors: where all are right, that is no condition of what is wrong."""
+    sick = any(answer.question.how == "autocast" for answer in answers if answer.state == WRONG)
+    return [answer for answer in answers if sick or answer.question.how != "autocast"]
+
+
 def excused(answer: Answer) -> bool:
     """Whether a fault does not count: an error of its own with a feature. An lse may be there to be read only."""
     feature, loud = answer.question.feature, answer.state == FAILED and not (answer.hangs or answer.returned)

@@ -152,7 +152,7 @@ class Case:
         said += [f"scale {self.scale:g}"] if self.scale is not None else []
         said += [f"batch of {self.batch}"] if self.batch > 1 else []
         said += [self.numbers()] if self.inputs != "normal" else []
-        said += [f"D = {self.head_dim}"] if self.large_tiles else []
+        said += [f"D = {self.head_dim}"] if self.large_tiles or self.scale is not None else []
         C, more = divmod(self.seq_len, self.world_size)
         return [*said, f"C = {C} or {C + 1}" if more else f"C = {C}"]
 

@@ -289,7 +289,7 @@ def in_turn(
     return groups
 
 
-def kind(question: Question) -> Hashable:
+def kind(question: Question) -> tuple[Hashable, ...]:
     """All that is asked but the mask and the layout. Lengths count in tokens a rank, so that all worlds have them."""
     case = question.case
     C, more = divmod(case.seq_len, case.world_size)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ring_doctor.asking.answers import WRONG, Answer, Examination, as_claimed, imprecise
+from ring_doctor.asking.answers import WRONG, Answer, Examination, as_claimed, but_autocast, imprecise
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import LATENTS, LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.questions import BESIDE, KEPT, Question
@@ -86,9 +86,7 @@ class Diagnosis:
 def diagnose(examination: Examination, progress: Callable[[str], None] = lambda words: None) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong. `progress` is told what is compared."""
     answered = [answer for answer in examination.answers if answer.results and not answer.in_float32]
-    answered = as_claimed(answered)
-    if not any(answer.question.how == "autocast" for answer in _wrong(answered)):  # of float32 tensors: no condition
-        answered = [answer for answer in answered if answer.question.how != "autocast"]
+    answered = but_autocast(as_claimed(answered))
     if not (wrong := _wrong(answered)):
         return None
     others = [answer for answer in answered if not imprecise(answer)]  # what is only imprecise has another cause
@@ -114,7 +112,7 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     kinds = {"out" in answer.wrong for answer in _wrong(told)}  # two may be two mistakes, each with its condition
     when = "" if (left and when == ALWAYS) or (kinds == {True, False} and not found) else when
     of_left = [it for it in faults if it.question in left]
-    rest = _rest(_telling([it for it in answered if it.state != WRONG] + of_left), left) if left else []
+    rest = _rest(_telling(but_autocast([it for it in answered if it.state != WRONG] + of_left)), left) if left else []
     besides, of_rest = _explain(rest, of_kind.values())
     unnamed = _left(besides, [of.answer for of in _rest(map(WrongAnswer, of_left), left)], of_rest)
     besides = _of_ways(of_left, answered) or ([] if unnamed or len(besides) > FEW else besides)

@@ -189,8 +189,10 @@ class XRay:
             later = self.case.causal and (matrix.sheet.present & ~matrix.sheet.visible & (at > at[:, None])).any()
             look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) and not later else look
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
-            tiles, title = "; ".join(filter(None, (shown, matrix.relative))), matrix.shows[0]
-            full = f"X-ray ({self.case.words()}): {matrix.title}: {tiles}"
+            tiles = "; ".join(filter(None, (shown, matrix.relative)))
+            alone = [each.name for each in wrong] == ["W backward"]  # the weights are right where dQ is
+            title, named = ("dV", "dV") if alone else (matrix.shows[0], matrix.title)
+            full = f"X-ray ({self.case.words()}): {named}: {tiles}"
             nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell
             said.setdefault(shown, Finding(full, look, f"wrong {title}" if nothing else f"{title}: {shown}"))
         return list(said.values())

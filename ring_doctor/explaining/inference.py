@@ -14,6 +14,7 @@ may wait for its receiver.
 
 import linecache
 import re
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from ring_doctor.asking.answers import FAILED, OK, Answer, Examination, imprecis
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.asking.latent_case import LatentCase
-from ring_doctor.asking.questions import BESIDE
+from ring_doctor.asking.questions import BESIDE, Question, kind
 from ring_doctor.explaining.conditions import separated, where_left
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, WrongAnswer, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
@@ -93,21 +94,23 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
 def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: list[Finding]) -> list[Finding]:
     """The findings; before them, if one rank alone gives all these wrong numbers, that no other rank is to blame.
 
-    It does if it gives the same numbers for the same sequences, and in no other result is any number wrong. Else it
-    comes after them where one rank is wrong too.
+    It does if it gives the same numbers for the same sequences, and in no other result is any number wrong, nor with
+    what one rank has right in another length. Else it comes after them where one rank is wrong too.
     """
     of_one = [answer for answer in examination.answers if answer.case.world_size == 1]
+    fine = [answer.question for answer in of_one if answer.state == OK]
     if not (alone := [answer for answer in examination.wrong if answer.case.world_size == 1]):
         return findings
     names = {name for answer in alone for name in answer.wrong}
     said = f"One rank alone is wrong already ({_in_order(names)})"
     whole = {_of_one(answer): answer.results for answer in of_one}
     pairs = [(it, whole.get(_of_one(it.answer), {})) for it in told if it.case.world_size > 1]
+    alike = {_of_any_length(question) for question in fine}
     same = [it.near(name, of[name].double()) for it, of in pairs for name in it.answer.wrong if name in of]
-    if same and all(same) and all(names >= it.answer.wrong.keys() for it in told):
+    known = [names >= it.answer.wrong.keys() and _of_any_length(it.answer.question) not in alike for it in told]
+    if same and all(same) and all(known):
         brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
         return [Finding(f"{said}, so no message between ranks is to blame", ON_ONE_RANK, brief), *findings]
-    fine = [answer.question for answer in of_one if answer.state == OK]
     where = (fine and separated(fine, [it.question for it in alone])) or f"as with {alone[0].question.words()}"
     return [*findings, Finding(f"{said}, {where}. Begin there; messages between ranks may be wrong too")]
 
@@ -115,6 +118,17 @@ def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: li
 def _of_one(answer: Answer) -> tuple[Case, str]:
     """The same question to one rank."""
     return replace(answer.case, world_size=1), answer.question.how
+
+
+def _of_any_length(question: Question) -> Hashable:
+    same, _, _, *others = kind(question)
+    return same, question.case.causal, *others
+
+
+def _where(told: list[WrongAnswer], fine: list[Question]) -> str:
+    """The features that these answers have and no fine one has, or one of these questions."""
+    where = separated(fine, [it.answer.question for it in told]) if fine else ""
+    return f"{where[0].upper()}{where[1:]}" if where else f"As with {told[0].answer.question.words()}"
 
 
 def _in_order(results: set[str]) -> str:
@@ -155,16 +169,18 @@ def _which(told: list[WrongAnswer], examination: Examination) -> list[Finding]:
     more = {it.question: [name for name in it.wrong if name not in wrong] for it in examination.faults if it.results}
     if any(more.values()):
         but, found = where_left(more, examination.answers), _which(told, replace(examination, answers=[]))
-        return [replace(each, says=f"But for {but}: {each.says}") for each in found]
+        return [replace(each, says=f"But for {but}: {each.says}", brief=each.brief or each.says) for each in found]
     right = {name for each in told for name in each.answer.results} - wrong
     gradients = [name for name in RESULTS[2:] if name in wrong]
     back = [it for it in told if "out" not in it.answer.wrong and {"dq", "dk", "dv"} & it.answer.wrong.keys()]
     if "out" in wrong and back:  # two mistakes, or one that is in the backward pass too
-        kinds = [it for it in told if "out" in it.answer.wrong], back
-        pairs = [(some[0].case.words(), _which(some, replace(examination, answers=[]))) for some in kinds]
-        return [replace(each, says=f"As with {case}: {each.says}") for case, found in pairs for each in found]
+        first = [it for it in told if "out" in it.answer.wrong]
+        fine = [it.question for it in examination.answers if it.state == OK]
+        kinds = (first, [*fine, *(it.answer.question for it in back)]), (back, fine)
+        pairs = [(_where(some, right), _which(some, replace(examination, answers=[]))) for some, right in kinds]
+        return [replace(each, says=f"{where}: {each.says}") for where, found in pairs for each in found]
     if "out" not in wrong:
-        alone = Finding("out is right and lse is wrong", "what uses this lse: a merge, a backward pass")
+        alone = Finding("out is right and lse is wrong", "which lse is returned, and what else uses it")
         of_lse = [alone] if "lse" in wrong else []
         return [*of_lse, of_gradients(gradients)] if gradients else of_lse
     said = [LSE_IS_RIGHT] if "lse" in right else []

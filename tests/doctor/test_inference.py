@@ -106,6 +106,10 @@ def little_noise(case, x):
     return {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]}
 
 
+def usual_scale(case, x):
+    return {name: x[name] * case.head_dim**-0.5 / case.scale for name in ("dq", "dk")}
+
+
 def zero_on_3_ranks(case, x):
     return {"dq": 2 * x["dq"]} | ({"dv": 0 * x["dv"]} if case.world_size == 3 else {})
 
@@ -213,6 +217,7 @@ PLANTED = {  # what is planted, and in which cases
     "noise in dk and dv of 4 heads": (noise("dk", "dv"), {"masks": [FULL, STRIPED], "heads": 4}),
     "noise in gradients of one token": (noise(*GRADIENTS), {"masks": [FULL, STRIPED], "chunk": 1}),
     "noise in float32": (noise(*EVERYTHING), {"masks": [FULL, STRIPED], "dtype": torch.float32}),
+    "dq and dk with the usual scale": (usual_scale, {"scale": 0.3}),
     "dv times P on one rank too": (times(lambda P: P, "dv"), {"worlds": (1, 2)}),
     "dq times 2 on two ranks": (TWICE, {"worlds": (2,)}),
     "dq times 2, dv times 0 on 3 ranks": (zero_on_3_ranks, {}),
@@ -243,6 +248,10 @@ TOLD_OF = {  # the answers, or these and an X-ray
     ),
     "dk times 2 on one rank too, and out of later questions": lambda: (
         planted(times(lambda P: 2, "dk"), [Case(1, 18), Case(3, 18)]) + planted(noise("out"), [Case(3, 24)])
+    ),
+    "dv times 2 on one rank with a V of its own, and always on 4": lambda: (
+        planted(times(lambda P: 2, "dv"), [Case(1, 18, value_dim=8), Case(3, 18, value_dim=8), Case(4, 24)])
+        + planted(lambda case, x: {}, [Case(1, 6)])
     ),
     "all of a batch, and gradients": lambda: planted(noise(*EVERYTHING), cases(batch=2)) + planted(noise(*GRADIENTS)),
     "dk of the next rank, and unequal chunks": lambda: planted(LATER_RANK) + planted(noise("dk"), [Case(3, 19)]),

@@ -189,13 +189,13 @@ ESCAPED = {  # by ring: what it is asked where its answer is wrong, or where it 
     shared_buffer: {"interleaved, C = 6"},
     shared_output: {"interleaved, C = 6"},
     padded_to_the_longest: {"after another length, C = 12"},
-    scale_of_the_last_call: {"beside other scales, scale 0.3, C = 6"},
+    scale_of_the_last_call: {"beside other scales, scale 0.3, D = 4, C = 6"},
     heads_of_the_first_call: {"beside other heads, C = 6"},
     no_keys_under_autocast: {"autocast, C = 6"},
     other_kernel_without_gradients: {"without gradients, C = 6"},
     first_ranks: {"C = 6, part of a larger job"},
     scale_of_values: OF_VALUES,
-    scale_forgotten_in_16_bits: {"scale 0.3, C = 6"},
+    scale_forgotten_in_16_bits: {"scale 0.3, D = 4, C = 6"},
     receives_into_a_leaf: set(),  # it is right
     out_as_its_queries: OF_VALUES,  # it fails
     all_need_gradients: {f"frozen {names}, C = 6" for names in ("keys", "values", "keys and values")},
