@@ -104,7 +104,7 @@ class Report:
                 return f"SICK: {shown}; it {fails}"
             return f"SICK: {name} {fails}" + (f"; its numbers: {names}" if names else "")
         if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
-            return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: let it refuse them"
+            return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: mend it, or let it refuse them"
         return f"{SAID[self.level]}: {shown}"
 
     @property
@@ -161,8 +161,9 @@ class Report:
             off = [answer.question.words() for answer in faults if answer.wrong]
             too = f"in {len(off)} of them with wrong numbers too, as with {off[0]}" if off else "so no number is judged"
             said.append(f"it fails in every question, {too}: mend this, then ask again")
-        if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
-            said.append("its signature has no causal=, so it was asked for full attention only")
+        if not self.healthy and "causal" not in patient.takes:
+            given = "full attention only" if patient.causal == (False,) else "causal attention, without causal=True"
+            said.append(f"its signature has no causal=, so it was asked for {given}")
         names = list(dict.fromkeys(it.words for it in (diagnosis.explanations if diagnosis else ())))
         many = f"{len(names)} known mistakes apart" if names[FEW:] else f"these explanations apart: {', '.join(names)}"
         said += [f"no question tells {many}"] if names[1:] else []

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, excused, other_numbers
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
@@ -130,7 +130,7 @@ def _ask_everything(
                     found.remarks.append("after hangs or crashes nothing more was asked")
                     return
                 if question.feature in found.beyond or _tells_nothing(found, question, sick):
-                    break
+                    continue
                 part = question.members is not None
                 job = jobs[world_size + part, part]
                 job.patient, job.keeps = patient, found.keeps
@@ -144,15 +144,17 @@ def _ask_everything(
                     answer.changes |= first.state in (OK, WRONG) and other_numbers(answer, first)
                 if answer.changes and not found.changes:
                     found.unawaited = job.ask(replace(question, watched=True)).unawaited
+                if answer.state == WRONG and question.together and not found.faults:
+                    found.answers += job.ask_with_fewer(question)
                 if answer.bad and question.how.startswith(BESIDE):
                     job.restart()  # what is kept would spoil the next answers
-                if answer.state != REFUSED:
+                if answer.state != REFUSED and not (question.together and excused(answer)):
                     found.answers.append(answer)
                     done.add(key)
                     break
                 refused.append(answer)
             else:
-                found.answers += refused[:1]
+                found.answers += [it for it in refused if it.state == REFUSED][:1]
         for job in (jobs[world_size, False], jobs[world_size + 1, True]) if world_size > 1 else ():
             job.close()  # no larger number of ranks needs its processes
 
@@ -221,7 +223,6 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
     if answer.raised and _reason(answer) in reasons:
         return False
     if _fails(answer):
-        # a process that died takes long to start again
         patient = replace(patient, causal=asked.causal)
         if larger := _in_larger_sizes(patient, ask, SIZES[::-1] if answer.raised else SIZES[-1:], reason):
             before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, larger))
@@ -256,13 +257,13 @@ def _reason(answer: Answer) -> str:
 def _first_taken(patient: Patient, ask: Ask, reasons: Collection[str] = ()) -> tuple[Patient, Answer, str]:
     """In the first dtype and number of heads that it takes, and what it says of the first ones.
 
-    Raises CannotExamine where the reason is a typing mistake.
+    Raises CannotExamine where the reason is a typing mistake, or no attention is returned.
     """
     heard: list[str] = []
     for i, per_rank in itertools.product(range(len(patient.dtypes)), (0, 2)):
         asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
         answer = ask(asked)
-        if answer.raised and answer.typing_mistake:
+        if answer.raised and (answer.typing_mistake or (answer.returned and per_rank)):
             raise CannotExamine(f"{patient.name} answers no question: {_reason(answer)}")
         if answer.state == REFUSED and answer.says not in heard and asked.causal == (False, True):
             masked = replace(asked, causal=(True, False))

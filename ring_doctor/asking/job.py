@@ -13,13 +13,15 @@ import linecache
 import re
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
+from ring_doctor.asking.answers import FAILED, LATE, REFUSED, WRONG, Answer, judge
 from ring_doctor.asking.calls import OFTEN, WrongResult, ask_on_rank, own_lines, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question, kind
+from ring_doctor.asking.together import feature_of, without_one
 from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
 
 PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
@@ -53,6 +55,16 @@ class Job:
         self.ranks.stop()
         self.ready = False
         self.called.clear()
+
+    def ask_with_fewer(self, question: Question | None) -> list[Answer]:
+        """The answers to the question without one option each; and again, from the first that is still wrong."""
+        found: list[Answer] = []
+        while question:
+            cases = without_one(self.patient, question.case)
+            answers = [self.ask(replace(question, case=case, feature=feature_of(case))) for case in cases]
+            found += [answer for answer in answers if answer.results]
+            question = next((answer.question for answer in answers if answer.state == WRONG), None)
+        return found
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.

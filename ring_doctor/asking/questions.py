@@ -23,6 +23,7 @@ from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import LATENTS, LatentCase
 from ring_doctor.asking.patient import LEAST, Patient, arguments_of, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
+from ring_doctor.asking.together import GROUPED, UNEQUAL, feature_of, together
 
 AFTER = "after another length"
 WAYS = {  # to ask: in words, and the mistake of a ring that is wrong in this way alone, which no number tells
@@ -44,7 +45,7 @@ FROZEN = {"frozen queries": "q", "frozen keys": "k", "frozen values": "v", "froz
 BESIDE = "beside other "  # and an option: calls in which it is another one come before, and one between the two passes
 KEPT = ("heads", "head dims", "batches", "dtypes", "masks", "layouts", "scales", "sinks", "windows", "documents")
 WAYS |= {BESIDE + option: (f"beside calls with other {option}", "kept_from_another_call") for option in KEPT}
-UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
+LSE = "a loss that uses lse"
 VALUES, STATE = "a V with a head dim of its own", "a state before the first token"
 TO_THE_RIGHT = "a window_size whose right side is not 0"
 FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
@@ -62,6 +63,7 @@ class Question:
     feature: str = ""  # what a function may not take, in words: it may refuse; "": every ring must answer
     others: tuple[Case, ...] = ()  # what is called before
     watched: bool = False  # messages for which nobody waits are noted
+    together: str = ""  # many options at once, which a mistake may need: of such questions one answer is enough
 
     def words(self) -> str:
         """The question in words."""
@@ -108,7 +110,7 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     for case in plain:
         yield Question(replace(case, batch=case.batch + 1))
         for kv_heads in dict.fromkeys((case.heads, 2, 1)) if patient.grouped else ():
-            feature = "grouped queries" if kv_heads > 1 else "one K/V head for all query heads"
+            feature = GROUPED if kv_heads > 1 else "one K/V head for all query heads"
             yield Question(replace(case, heads=2 * case.heads, kv_heads=kv_heads), feature=feature)
         if "sinks" in patient.takes:
             yield Question(replace(case, sinks=True))
@@ -122,8 +124,11 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
         for case, (how, change, feature) in zip(itertools.cycle(cases), _of_one_mask(patient, plain[0]), strict=False):
             others = tuple(replace(case, seq_len=n * case.seq_len) for n in (1, 3)) if how == AFTER else ()
             yield Question(replace(case, **change), how, feature=feature, others=others)
-        if cases and "group" in patient.takes and max(patient.worlds) > P > 1:
-            yield Question(cases[0], members=tuple(range(1, P + 1)))
+        for case in cases:
+            for all_of, mask in together(patient, case):
+                yield Question(all_of, feature=feature_of(all_of), together=mask)
+            if "group" in patient.takes and max(patient.worlds) > P > 1:
+                yield Question(case, members=tuple(range(1, P + 1)))
     yield from _of_lengths(patient, plain)
     yield from _of_masks(patient, plain)
     yield from _beside(patient, plain[-1])
@@ -270,7 +275,8 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
         if sum(first) < case.seq_len and (case.causal or width is None):
             documents = (*first, case.seq_len - sum(first))
             feature = "" if case.causal else "documents without a causal mask"
-            yield Question(replace(case, documents=documents, window=width), feature=feature)
+            two = "documents and a window" if width else ""
+            yield Question(replace(case, documents=documents, window=width), feature=feature, together=two)
 
 
 def in_turn(
@@ -285,7 +291,10 @@ def in_turn(
     plain, *others = questions(patient, world_size, dtype, seed)
     for question in (plain, *others):
         alone = not quick or kind(question) == kind(plain)
-        groups.setdefault(question if alone else kind(question), []).insert(0, question)
+        key: Hashable = question if alone else kind(question)
+        if question.together:
+            key = question.together, None if quick else (world_size, question.case.mask())
+        groups.setdefault(key, []).insert(0, question)
     return groups
 
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from ring_doctor import assertion
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, Answer, Examination
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, WRONG_RING, Answer, Examination
 from ring_doctor.asking.calls import noted, written
 from ring_doctor.asking.case import SIZES as SIZES_OF_V
 from ring_doctor.asking.case import Case
@@ -29,6 +30,7 @@ from ring_doctor.asking.questions import AFTER, BESIDE, LSE, UNEQUAL, Question, 
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.assertion import assert_ring, examine, take_xray
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.explaining.conditions import when_it_shows
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation, diagnose
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
@@ -48,7 +50,7 @@ LARGE_IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16, inputs="large"), f
 PATIENT = patient_of(odd_patients.right)
 
 
-def with_everything(q, k, v, causal=False, window=None, documents=None, sinks=None):
+def with_everything(q, k, v, causal=False, window=None, documents=None, sinks=None, scale=None):
     return q
 
 
@@ -327,11 +329,12 @@ def test_a_wrong_answer_and_a_large_one_are_asked_three_times(replies, state, ch
     assert (found.state, found.changes, job.asked) == (state, changes, asked)
 
 
-def told(reply, quick=False, **claims):
-    """What is told of a ring whose jobs reply so, what is asked of it, and how it is examined."""
-    made = []
+def examination_by(reply, made, quick=False, function=odd_patients.right, **claims):
+    """The examination of a ring whose jobs reply so: they are added to `made`."""
 
     class Fake:
+        ask_with_fewer = Job.ask_with_fewer
+
         def __init__(self, patient, size, *_):
             self.patient, self.size, self.lost, self.asked, self.closed, self.spoilt = patient, size, 0, 0, False, False
             made.append(self)
@@ -351,9 +354,15 @@ def told(reply, quick=False, **claims):
         def restart(self):
             self.spoilt = False
 
+    with mock.patch.object(examination, "Job", Fake):
+        return examination_of(patient_of(function, **claims), quick=quick)
+
+
+def told(reply, quick=False, **claims):
+    """What is told of a ring whose jobs reply so, what is asked of it, and how it is examined."""
+    made = []
     try:
-        with mock.patch.object(examination, "Job", Fake):
-            found = examination_of(patient_of(odd_patients.right, **claims), quick=quick)
+        found = examination_by(reply, made, quick, **claims)
     except CannotExamine as error:
         return [f"CANNOT TELL: {error}", f"asked: {sum(job.asked for job in made)}"]
     finally:
@@ -574,6 +583,27 @@ def told_of(name):
 @pytest.mark.parametrize("name", RINGS)
 def test_what_is_told_of_a_ring(name):
     assert told_of(name) in TOLD.read_text()
+
+
+OPTIONS = {  # what a verdict says of a mistake that shows with this option alone, and whether a case has the option
+    "with a batch of 2 only": lambda case: case.batch > 1,
+    "with grouped queries only": lambda case: case.heads != case.kv_heads,
+    "with attention sinks only": lambda case: case.sinks,
+    "with a given scale only": lambda case: case.scale is not None,
+    "with a window only": lambda case: case.window,
+    "with documents only": lambda case: case.documents,
+    "with chunks of unequal lengths only": lambda case: not case.equal_chunks,
+}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("two", [*itertools.combinations(OPTIONS, 2)])
+def test_what_is_right_of_each_option_and_wrong_of_two_is_told(two, quick):
+    both = which(lambda question: all(OPTIONS[words](question.case) for words in two), WRONG)
+    found = examination_by(both, [], quick, with_everything)
+    assert found.level == WRONG_RING
+    when, _ = when_it_shows(found.answers)
+    assert all(words in when for words in two), when
 
 
 # Real processes ------------------------------------------------------------------------------------------------------

@@ -361,13 +361,15 @@ def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number
     groups = [group for P in patient.worlds for group in in_turn(patient, P, torch.float64, 0, quick=True).values()]
     every = all_questions(patient)
     assert sorted(map(repr, every)) == sorted(repr(question) for group in groups for question in group)
-    assert all(len({kind(question) for question in group}) == 1 for group in groups)
+    assert all(len({question.together or kind(question) for question in group}) == 1 for group in groups)
     plain = [[it for it in every if kind(it) == kind(every[0])], [it for it in groups if kind(it[0]) == kind(every[0])]]
     assert plain[1] == [[question] for question in plain[0]]
     for group in groups:
         first_of_world = [question for question in every if question.case.world_size == group[0].case.world_size]
         assert group[::-1] == [it for it in first_of_world if it in group]
-    assert list(in_turn(patient, 3, torch.float64, 0, quick=False)) == list(questions(patient, 3, torch.float64, 0))
+    in_full = in_turn(patient, 3, torch.float64, 0, quick=False).values()
+    assert [question for group in in_full for question in group[::-1]] == [*questions(patient, 3, torch.float64, 0)]
+    assert all(len({(it.together and (it.together, it.case.mask())) or it for it in group}) == 1 for group in in_full)
 
 
 # The inputs --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""All options at once: what is right of each by itself may be wrong of two, as a batch of grouped queries.
+
+    together(patient, case)        all that the patient takes; what it may refuse is left out of some
+    without_one(patient, case)     of which options, where such a case shows a mistake
+
+Before: patient.py. After: questions.py.
+Source: rings of strangers that were right with each option, and wrong with windows or documents on unequal chunks, and
+with sinks or a batch of grouped queries.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.patient import Patient
+
+GROUPED, UNEQUAL = "grouped queries", "chunks of unequal length"
+
+
+def together(patient: Patient, case: Case) -> Iterator[tuple[Case, str]]:
+    """A plain case with all options, and which mask is one of them. Cases with the fewest options come first."""
+    P, C, taken = case.world_size, patient.chunk, {"scale": 0.3, "sinks": True}
+    options: dict[str, Any] = {name: value for name, value in taken.items() if name in patient.takes}
+    masks: list[str] = [name for name in ("window", "documents") if case.causal and name in patient.takes]
+    uneven = case.layout == "contiguous" and patient.unequal and P > 1
+    grouped, unequal = ({False: None, of: None} for of in (patient.grouped, uneven))
+    for mask, groups, more in itertools.product(masks or ["options"], grouped, unequal):
+        S = case.seq_len + more * (2 * P - 1)  # C + 2 tokens, and one less on the last rank
+        documents = (C + 1, S - 2 * C - 1, C)  # the second border is on the last rank
+        given: Any = {"window": {"window": C + 2}, "documents": {"documents": documents}}.get(mask, {})
+        given |= {"heads": 2 * case.heads, "kv_heads": case.heads} if groups else {}
+        yield replace(case, batch=case.batch + 1, seq_len=S, **options, **given), mask
+
+
+def feature_of(case: Case) -> str:
+    """What a ring may refuse in such a case."""
+    return GROUPED if case.equal_chunks and case.heads != case.kv_heads else "" if case.equal_chunks else UNEQUAL
+
+
+def without_one(patient: Patient, case: Case) -> list[Case]:
+    """Where such a case is right, the option that it lacks has a part in the mistake."""
+    plain = patient.base_case(case.world_size, case.dtype, case.seed)
+    first = (case.documents or ())[:-1]
+    equal = {"seq_len": plain.seq_len, "documents": (*first, plain.seq_len - sum(first)) if first else None}
+    heads = {"heads": plain.heads, "kv_heads": plain.kv_heads}
+    given: list[Any] = [{name: getattr(plain, name)} for name in ("batch", "scale", "sinks", "window", "documents")]
+    return [fewer for less in (*given, equal, heads) if (fewer := replace(case, **less)) != case]
