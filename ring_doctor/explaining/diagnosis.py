@@ -3,9 +3,8 @@
     a mistake is named    if a ring with this mistake gives the same numbers in every wrong answer,
                           and the right answers are right, or a condition keeps the mistake from them
 
-If out is wrong, out and lse are compared: wrong gradients follow from them, by more ways than one. Else all results
-are. First come entries that explain everything, then those with a condition ("on rank 0 only"), then those of a part:
-dk and dv, or dq. If nothing fits, the diagnosis says only which results are wrong, and when.
+If out is wrong, out and lse are compared: gradients follow from them, by more ways than one. Else all results are.
+First come entries that explain everything, then those with a condition ("on rank 0 only"), or of a part: dk and dv.
 
 Before: ../catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
@@ -157,10 +156,7 @@ def _telling(answered: list[Answer]) -> list[WrongAnswer]:
 def _explain(
     answers: list[WrongAnswer], mistakes: Iterable[Mistake], progress: Callable[[str], None] = lambda words: None
 ) -> tuple[list[Explanation], bool]:
-    """All explanations; whether they give all gradients too.
-
-    The simplest kind of explanation that fits is returned.
-    """
+    """All explanations of the simplest kind that fits; whether they give all gradients too."""
     entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
@@ -287,19 +283,25 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: Results) -> bool 
         return True
     kept = _expected if case.seq_len < 128 else _expected.__wrapped__  # large results would fill the memory
     parts = [names] if set(names) <= set(FORWARD) else [FORWARD, names]  # most fail by their output, which costs less
-    try:
-        for part in parts:
-            expected = kept(case, explanation.change, not set(part) <= set(FORWARD), explanation.condition)
-            if not all(wrong.near(name, expected[name]) for name in part if name in names):
-                return False
-    except (NotOnPaper, RuntimeError):  # or shapes that do not fit, where V has a head dim of its own
-        return None
+    for part in parts:
+        expected = kept(case, explanation.change, not set(part) <= set(FORWARD), explanation.condition)
+        if not expected:
+            return None
+        if not all(wrong.near(name, expected[name]) for name in part if name in names):
+            return False
     return True
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=8192)
 def _expected(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
-    """What a ring with this mistake returns, on some ranks or on all. Raises NotOnPaper."""
+    """What a ring with this mistake returns, on some ranks or on all; {} where it cannot be computed on paper."""
+    try:
+        return _on_paper(case, change, gradients, condition)
+    except (NotOnPaper, RuntimeError):  # or shapes that do not fit, where V has a head dim of its own
+        return {}
+
+
+def _on_paper(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
     steps: Any = change
     if isinstance(case, LatentCase):
         return compute_latents(case, steps(LatentSteps()))
