@@ -108,7 +108,8 @@ def of_attention(args: argparse.Namespace, tell: Tell) -> Told:
 
 def of_model(args: argparse.Namespace, tell: Tell) -> Told:
     """The examination of a training step of a whole model. Raises ValueError and CannotExamine."""
-    how = {"layout": args.layouts or "contiguous", "vocab": args.vocab or 32, "seed": args.seed, "device": args.device}
+    how = {"layout": args.layouts or "contiguous", "seed": args.seed, "device": args.device}
+    how |= {"vocab": args.vocab} if args.vocab else {}
     try:
         found = examine_model(args.patient, **how, seconds=args.time_limit, progress=tell)
     except CannotExamine as reason:
