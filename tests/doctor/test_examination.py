@@ -545,6 +545,7 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "raises on one rank": (which(lambda each: each.case.world_size == 1, FAILED, raised=True), {}),
     "raises with grouped queries, and is made for its first length": (made_for_a_length_and_heads, {}),
     "is made for its first length, and refuses grouped queries": (made_for_a_length, {}),
+    "returns no attention": (which(ANY, FAILED, raised=True, returned=True), {}),
     "has no such key": (raises("KeyError", "KeyError: 'LOCAL_RANK'"), {}),
     "knows no such size": (raises("KeyError", "KeyError: 6"), {}),
     "keeps heads": (keeps_heads, {"worlds": 3}),
