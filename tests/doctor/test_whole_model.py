@@ -37,7 +37,7 @@ def quickly(warm, monkeypatch):
 @pytest.mark.parametrize("function", SAYS)
 def test_what_is_told_of_a_function(function, monkeypatch, request):
     if waits := function == "a_rank_that_waits":
-        monkeypatch.setattr(whole_model, "START", 10.0)
+        monkeypatch.setattr(whole_model, "OTHERS", 0.0)
     else:
         request.getfixturevalue("quickly")
     found = examine_model(f"{HOME}:{function}", layout="zigzag", **{"seconds": 1.0} if waits else {})
