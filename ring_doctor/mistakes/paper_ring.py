@@ -16,7 +16,7 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
 
 import torch
@@ -96,7 +96,7 @@ def add(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a ring. A mistake replaces one or more."""
+    """The steps of a ring. A mistake replaces one or more. From `weights` on they belong to the backward pass."""
 
     rounds: Callable = lambda case, rank: case.world_size  # how many blocks a rank computes on
     # the block whose K, and the block whose V, a rank really has in round t
@@ -128,6 +128,8 @@ class Steps:
 
 
 RIGHT = Steps()
+_NAMES = [field.name for field in fields(Steps)]
+OF_THE_BACKWARD = {name: getattr(RIGHT, name) for name in _NAMES[_NAMES.index("weights") :]}
 
 
 def compute(
@@ -137,23 +139,35 @@ def compute(
 
     `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
     """
-    q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
-    queries, keys, values, d_outs = (case.chunks(x) for x in (q, k, v, d_out))
+    forward_alone = replace(steps, **OF_THE_BACKWARD)
+    pass_of = _shared if whole is None and forward_alone == RIGHT else _forward
+    (queries, keys, values, d_outs), rows, tiles = pass_of(case, forward_alone, whole)
+    results = {name: case.join([part[i] for part in rows]) for i, name in enumerate(("out", "lse"))}
+    if gradients:
+        if back := steps.backward:
+            tiles = [list(_tiles(case, back, rank, q, keys, values)) for rank, q in enumerate(queries)]
+        results |= _backward(case, back or steps, [queries, keys, values], d_outs, rows, tiles)
+    return steps.at_the_end(case, results)
+
+
+def _forward(
+    case: Case, steps: Steps, whole: tuple[Tensor, ...] | None
+) -> tuple[list[list[Tensor]], list[Rows], "_Tiles"]:
+    """The chunks of q, k, v and d_out, out and lse of each rank, and the tiles that these are made of."""
+    queries, keys, values, d_outs = (case.chunks(x.double()) for x in (case.whole() if whole is None else whole))
     keys, values = steps.gathered(keys, values)
     tiles = [list(_tiles(case, steps, rank, q, keys, values)) for rank, q in enumerate(queries)]
-    forward = []  # (out, lse) of each rank
+    forward = []
     for rank, of_rank in enumerate(tiles):
         rows = 0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)  # of a ring of no rounds
         if of_rank:
             rows = steps.combine(steps, case, *([tile[i] for tile in of_rank] for i in (2, 4)))
             rows = steps.sink(case, *rows) if case.sinks else rows
         forward.append(rows)
-    results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
-    if gradients:
-        if back := steps.backward:
-            tiles = [list(_tiles(case, back, rank, q, keys, values)) for rank, q in enumerate(queries)]
-        results |= _backward(case, back or steps, [queries, keys, values], d_outs, forward, tiles)
-    return steps.at_the_end(case, results)
+    return [queries, keys, values, d_outs], forward, tiles
+
+
+_shared = lru_cache(maxsize=64)(_forward)  # of all mistakes of the backward pass
 
 
 _Tile = tuple[int, bool, Tensor, Tensor, Tensor]
