@@ -149,13 +149,13 @@ def patient_of(function: Callable[..., Any] | str | Patient, name: str = "", **c
     `causal`, full attention.
     Raises ValueError as `Patient` does, and when the name cannot be imported.
     """
-    known = {field.name for field in fields(Patient)} - {"name", "function"}
-    unknown = ", ".join(sorted(set(claims) - known))
-    expect(not unknown, f"{unknown} given", f"some of {', '.join(sorted(known))}")
     if isinstance(function, str):
         name = name or function
         function, of_file = _in_file(function)
         claims = of_file | claims
+    known = {field.name for field in fields(Patient)} - {"name", "function"}
+    unknown = ", ".join(sorted(set(claims) - known))
+    expect(not unknown, f"{unknown} given", f"some of {', '.join(sorted(known))}")
     for several in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
         if isinstance(claims[several], bool | int | str):
             claims[several] = (claims[several],)
@@ -183,7 +183,7 @@ def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     home, _, function_name = name.partition(":")
     function = by_name(f"{home}:{function_name or 'attention'}")
     said = vars(module_named(home))
-    of_this = said.get("CLAIMS", {}).get(function_name)
+    of_this = said.get("CLAIMS", {}).get(function_name or "attention")
     if function_name and of_this is None:
         claims = ", ".join(sorted(CONSTANTS.intersection(said)))
         unused = f"{claims} of its module hold for {home}, without :{function_name}, and are not used here"

@@ -145,6 +145,12 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
     assert patient_of("several_adapters:other", heads=8).heads == 8
     third = patient_of("several_adapters:third")
     assert (third.about, third.layouts, third.grouped) == ("a", ("zigzag",), False)  # a line that says nothing is one
+    (tmp_path / "with_own_line.py").write_text(
+        CLAIMED + 'CLAIMS = {"attention": {"heads": 6}, "other": {"haeds": 6}}\n'
+    )
+    assert {patient_of(f"with_own_line{of}").heads for of in ("", ":attention")} == {6}
+    with pytest.raises(ValueError, match="haeds given; expected some of about, batch, "):
+        patient_of("with_own_line:other")
 
 
 def test_the_doctor_finds_what_the_table_says_of_pytorchs_loop():
