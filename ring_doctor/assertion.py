@@ -29,7 +29,7 @@ from ring_doctor.asking.case import SIZES
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.latent_case import LatentCase
-from ring_doctor.asking.patient import Patient, patient_of
+from ring_doctor.asking.patient import LEAST, Patient, patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.explaining.diagnosis import diagnose
@@ -115,13 +115,14 @@ def choose_question(examination: Examination) -> Question:
     return Question(replace(one_head, sinks=False, inputs="normal", value_dim=None), how)
 
 
-def _loses(answer: Answer) -> tuple[bool, int, bool, bool, bool]:
-    """Whether it is off as by roundings; the features that an X-ray has not; 16 bits, two ranks, no gradients."""
+def _loses(answer: Answer) -> tuple[bool, int, bool, bool, bool, int]:
+    """Whether it is off as by roundings; the features that an X-ray has not; 16 bits, two ranks, no gradients; all."""
     case, how = answer.case, answer.question.how
     features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(answer.question.members)
     features += how not in ("plain", "without gradients")
     slight = max((answer.relative[name] for name in answer.wrong), default=1.0) < 0.01  # of the norm
-    return slight, features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, how == "without gradients"
+    few = case.world_size < LEAST
+    return slight, features, case.dtype.itemsize <= 2, few, how == "without gradients", len(case.features())
 
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:

@@ -84,6 +84,7 @@ class Report:
             said = [f"{level}: {name}: {counts}", *self.limits]
             if not_asked := self.examination.not_asked:
                 said.append(f"not asked, because it does not take them: {', '.join(not_asked)}")
+            said += [f"left at their defaults: {', '.join(patient.others)}"] if patient.others else []
             return "; ".join(said)
         if changes := self.examination.changes:
             draws = "draws random numbers and " if any(answer.draws for answer in changes) else ""
@@ -112,7 +113,8 @@ class Report:
         """What the numbers show first, without where to look, and when they do."""
         wrong = self.diagnosis.answers if self.diagnosis else self.examination.faults
         first = next(iter(self.inference), Finding("wrong numbers"))
-        when = (self.diagnosis and self.diagnosis.when) or f"as with {wrong[0].question.words()}"
+        shown = self.xray.case if first.says.startswith("X-ray") and isinstance(self.xray, XRay) else wrong[0].case
+        when = (self.diagnosis and self.diagnosis.when) or f"as with {shown.words()}"
         return shorten(f"{first.brief or first.says}, {when}", 140, placeholder=" ...")
 
     @property
@@ -157,6 +159,10 @@ class Report:
         others = [answer for answer in faults if answer.state == WRONG and answer not in unequal]
         if unequal and (not others or any(answer.state == FAILED for answer in unequal)):
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
+        known = [answer.question.options() for answer in others]
+        wrong = [it for it in unequal if others and it.state == WRONG]
+        if apart := [it for it in wrong if not any(of <= it.question.options() for of in known)]:
+            said.append(f"it is wrong with {UNEQUAL} too, as with {apart[0].question.words()}")
         if faults and all(answer.state == FAILED and not answer.lost for answer in self.examination.answers):
             off = [answer.question.words() for answer in faults if answer.wrong]
             too = f"in {len(off)} of them with wrong numbers too, as with {off[0]}" if off else "so no number is judged"

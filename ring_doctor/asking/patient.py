@@ -123,6 +123,12 @@ class Patient:
         """Which options its signature has, under whatever name."""
         return frozenset(OPTION[name] for name in arguments_of(self.name, self.function))
 
+    @property
+    def others(self) -> list[str]:
+        """Its other arguments, which keep their defaults."""
+        more = [*inspect.signature(_callee(self.function)).parameters.values()][3:]
+        return [it.name for it in more if it.name not in OPTION and it.kind not in ANY]
+
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
         heads = max(self.heads, self.heads_per_rank * world_size)

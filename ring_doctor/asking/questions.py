@@ -13,6 +13,7 @@ Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first
 
 import itertools
 import math
+import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +78,11 @@ class Question:
         said += [*self.case.features(), *(["part of a larger job"] if self.members else [])]
         return ", ".join(said)
 
+    def options(self) -> set[str]:
+        """What the question has and the plain one has not, whatever the numbers."""
+        given = [re.sub(r"[\d, ]+", " ", words) for words in self.case.features()[:-1]]
+        return {*given, self.how.replace("plain", ""), "causal" * self.case.causal}
+
     def same(self) -> tuple[int, str, str]:
         """What a question in another dtype, with other inputs, has in common; without autocast, if this is one."""
         return self.case.world_size, self.case.mask(), "plain" if self.how == "autocast" else self.how
@@ -102,6 +108,9 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
         longer = [replace(case, seq_len=LEAST * case.seq_len) for case in plain]  # for documents and windows
         for question in _of_options(patient, longer):
             yield replace(question, feature=question.feature or FEW_OR_MANY[P])
+    else:
+        for case, mask in together(patient, plain[-1]):
+            yield Question(case, feature=feature_of(case) or FEW_OR_MANY.get(P, ""), together=mask)
 
 
 def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
@@ -128,7 +137,8 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
             for all_of, mask in together(patient, case):
                 yield Question(all_of, feature=feature_of(all_of), together=mask)
             if "group" in patient.takes and max(patient.worlds) > P > 1:
-                yield Question(case, members=tuple(range(1, P + 1)))
+                first = 1 if P == LEAST else 2  # ranks 1, 2, 3 of 4; and 0, 2, 3, 4 of 5, whose numbers have a gap
+                yield Question(case, members=(*range(first - 1), *range(first, P + 1)))
     yield from _of_lengths(patient, plain)
     yield from _of_masks(patient, plain)
     yield from _beside(patient, plain[-1])
@@ -163,7 +173,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     P, plain = case.world_size, "plain"
     tiles = math.ceil(TWO_TILES / patient.chunk) * patient.chunk  # 258, so a half of zigzag has more than a tile too
     head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
-    yield "views", {}, ""
+    yield "views", {"batch": case.batch + 1}, ""  # of one sequence, heads and batch can be viewed as one dimension
     yield "twice", {}, ""
     yield AFTER, {"seq_len": 2 * case.seq_len}, "a call with another length than the first"
     yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
@@ -171,8 +181,10 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     own = {"head_dim": 2 * case.head_dim, "value_dim": case.head_dim}
     if patient.own_values:
         yield plain, own, VALUES
+    if patient.grouped:  # 4 heads on each of 3 ranks, or 3 on each of 4: a group begins on one rank and ends on another
+        yield plain, {"heads": 12, "kv_heads": 6 if P == 4 else 4}, GROUPED
     if patient.own_values and patient.grouped:
-        yield plain, own | {"heads": 2 * case.heads, "kv_heads": case.heads}, VALUES
+        yield plain, {"value_dim": 2 * case.head_dim, "heads": 2 * case.heads, "kv_heads": case.heads}, VALUES
     scaled = {"scale": 0.3} if "scale" in patient.takes else {}
     if scaled:
         yield plain, scaled, ""
@@ -184,7 +196,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     if {"float32", "bfloat16"} <= set(patient.dtypes):
         yield "autocast", {"dtype": torch.bfloat16}, "autocast"
     if patient.gradients:
-        yield "without gradients", {}, ""
+        yield "without gradients", scaled, ""
         yield "interleaved", {}, ""
         yield plain, {"inputs": "silent rank"}, ""
         yield "two backward passes", {}, "a second backward pass over the same graph"
@@ -260,7 +272,7 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
 def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
     C, causal = patient.chunk, [case for case in plain if case.causal]
-    widths = [(1, 0), (3, 0), (C + 2, 0), (2 * C + 1, 0)]
+    widths = [(1, 0), (3, 0), (C + 2, 0), (2 * C + 1, 0), (plain[0].seq_len + C, 0)]
     both = [(3, 2), (C + 2, -1)] if "window_size" in arguments_of(patient.name, patient.function) else []
     for case, (window, right) in itertools.product(causal, widths + both if "window" in patient.takes else ()):
         yield Question(replace(case, window=window, window_right=right), feature=TO_THE_RIGHT if right else "")

@@ -30,7 +30,7 @@ def together(patient: Patient, case: Case) -> Iterator[tuple[Case, str]]:
         S = case.seq_len + more * (2 * P - 1)  # C + 2 tokens, and one less on the last rank
         documents = (C + 1, S - 2 * C - 1, C)  # the second border is on the last rank
         given: Any = {"window": {"window": C + 2}, "documents": {"documents": documents}}.get(mask, {})
-        given |= {"heads": 2 * case.heads, "kv_heads": case.heads} if groups else {}
+        given |= {"heads": 2 * case.heads, "kv_heads": case.heads if groups else 2 * case.heads}
         yield replace(case, batch=case.batch + 1, seq_len=S, **options, **given), mask
 
 
@@ -44,6 +44,5 @@ def without_one(patient: Patient, case: Case) -> list[Case]:
     plain = patient.base_case(case.world_size, case.dtype, case.seed)
     first = (case.documents or ())[:-1]
     equal = {"seq_len": plain.seq_len, "documents": (*first, plain.seq_len - sum(first)) if first else None}
-    heads = {"heads": plain.heads, "kv_heads": plain.kv_heads}
     given: list[Any] = [{name: getattr(plain, name)} for name in ("batch", "scale", "sinks", "window", "documents")]
-    return [fewer for less in (*given, equal, heads) if (fewer := replace(case, **less)) != case]
+    return [fewer for less in (*given, equal, {"kv_heads": case.heads}) if (fewer := replace(case, **less)) != case]

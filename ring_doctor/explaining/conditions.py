@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ring_doctor.asking.answers import OK, WRONG, Answer, imprecise
+from ring_doctor.asking.case import Case
 from ring_doctor.asking.questions import WAYS, Question
 from ring_doctor.explaining.facts import listed
 
@@ -33,7 +34,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with {} of one key", lambda question: "a window" if question.case.window == 1 else "no window"),
     ("with a window_size whose right side is {}", lambda question: "not 0" if question.case.window_right else "0"),
     ("{} attention sinks", lambda question: _with(question.case.sinks)),
-    ("{} a V with a head dim of its own", lambda question: _with(question.case.value_dim)),
+    ("with a V {}", lambda question: _size_of_values(question.case)),
     ("{} documents", lambda question: _with(question.case.documents)),
     ("with chunks of {}", lambda question: "one length" if question.case.equal_chunks else "unequal lengths"),
     ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),
@@ -50,6 +51,11 @@ MANY = 2  # values of a feature in a sentence; of more, those without the mistak
 def _tokens(question: Question) -> int:
     """Of rank 0, which has the most."""
     return len(question.case.positions(0))
+
+
+def _size_of_values(case: Case) -> str:
+    wider = (case.value_dim or case.head_dim) - case.head_dim
+    return "wider than K" if wider > 0 else "narrower than K" if wider else "as wide as K"
 
 
 def _with(feature: Any) -> str:

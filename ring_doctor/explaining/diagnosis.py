@@ -165,7 +165,7 @@ def _explain(
     right = tuple(name for name in EVERYTHING if name not in wrong)
     parts = [EVERYTHING, *(part + right for part in PARTS if set(part) < wrong)]
     if any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD):
-        parts = [FORWARD, ("out",)]
+        parts = [FORWARD, ("out",), *([] if "out" in wrong else parts[1:])]
     parts = [names for names in parts if not clear.isdisjoint(names)]  # else any entry fits
     for names in parts:
         searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _in_part)

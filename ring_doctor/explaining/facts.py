@@ -247,14 +247,15 @@ def _another_place(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     exact, seen = wrong.case.chunks(wrong.exact(name)), wrong.case.chunks(wrong.seen(name))
     for words, rows in (("late", 1), ("early", -1)):
         yield Fact(f"one row too {words} in each chunk", look, wrong.case.join([x.roll(rows, dims=2) for x in exact]))
-    if all(_same_numbers(x, y) for x, y in zip(seen, exact, strict=True)):
+    near = 1e-5 + wrong.allowed[name][0]
+    if all(_same_numbers(x, y, near) for x, y in zip(seen, exact, strict=True)):
         yield Fact("in other places of their chunk", look, order=1)
-    if _same_numbers(wrong.seen(name), wrong.exact(name)):
+    if _same_numbers(wrong.seen(name), wrong.exact(name), near):
         yield Fact("in other places of the whole sequence", look, order=2)
 
 
-def _same_numbers(x: Tensor, y: Tensor) -> bool:
-    return torch.allclose(x.flatten().sort().values, y.flatten().sort().values, rtol=1e-4, atol=1e-5)
+def _same_numbers(x: Tensor, y: Tensor, near: float) -> bool:
+    return torch.allclose(x.flatten().sort().values, y.flatten().sort().values, rtol=1e-4, atol=near)
 
 
 def _rounded(wrong: WrongAnswer, name: str) -> Iterator[Fact]:

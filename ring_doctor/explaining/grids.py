@@ -175,6 +175,7 @@ class XRay:
         """
         said: dict[str, Finding] = {}  # by what is shown
         wrong = [matrix for matrix in self.matrices if not matrix.ok]
+        right = {matrix.name for matrix in self.matrices if matrix.ok}
         at = cat([self.case.positions(rank) for rank in range(self.case.world_size)])
         for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
             # where a block is taken for another, the mask tells more than what is missing
@@ -190,8 +191,8 @@ class XRay:
             look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) and not later else look
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
             tiles = "; ".join(filter(None, (shown, matrix.relative)))
-            alone = [each.name for each in wrong] == ["W backward"]  # the weights are right where dQ is
-            title, named = ("dV", "dV") if alone else (matrix.shows[0], matrix.title)
+            alone = matrix.name != "W forward" and "dS in dQ" in right  # then p and dS are right, and their sums wrong
+            title, named = 2 * matrix.shows[1:] if alone else (matrix.shows[0], matrix.title)
             full = f"X-ray ({self.case.words()}): {named}: {tiles}"
             nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell
             said.setdefault(shown, Finding(full, look, f"wrong {title}" if nothing else f"{title}: {shown}"))

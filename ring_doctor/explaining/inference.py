@@ -95,7 +95,8 @@ def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: li
     """The findings; before them, if one rank alone gives all these wrong numbers, that no other rank is to blame.
 
     It does if it gives the same numbers for the same sequences, and in no other result is any number wrong, nor with
-    what one rank has right in another length. Else it comes after them where one rank is wrong too.
+    what one rank has right in another length, nor without the options with which one rank is wrong. Else it comes after
+    them where one rank is wrong too.
     """
     of_one = [answer for answer in examination.answers if answer.case.world_size == 1]
     fine = [answer.question for answer in of_one if answer.state == OK]
@@ -107,7 +108,13 @@ def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: li
     pairs = [(it, whole.get(_of_one(it.answer), {})) for it in told if it.case.world_size > 1]
     alike = {_of_any_length(question) for question in fine}
     same = [it.near(name, of[name].double()) for it, of in pairs for name in it.answer.wrong if name in of]
-    known = [names >= it.answer.wrong.keys() and _of_any_length(it.answer.question) not in alike for it in told]
+    known = [
+        names >= answer.wrong.keys()
+        and _of_any_length(answer.question) not in alike
+        and any(one.question.options() <= answer.question.options() for one in alone)
+        for answer in examination.faults
+        if answer.results
+    ]
     if same and all(same) and all(known):
         brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
         return [Finding(f"{said}, so no message between ranks is to blame", ON_ONE_RANK, brief), *findings]

@@ -58,6 +58,12 @@ def kv_heads_in_turn(steps: Steps, case: Case, *, few: bool = False) -> Tensor:
     return steps.kv_heads(case) if few else dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)]
 
 
+def counted_from_the_rank(steps: Steps, case: Case) -> Tensor:
+    ranks, n = rank_of_heads(case), case.heads // case.kv_heads
+    first = (ranks[:, None] > ranks).sum(dim=1)  # the first query head of each one's rank
+    return first // n + (torch.arange(case.heads) - first) // n
+
+
 def in_runs(case: Case, out: Tensor) -> Tensor:
     """Rank r returns run r of the sequence, and not the tokens of its layout."""
     return case.join(out.tensor_split(case.world_size, dim=2))
@@ -131,6 +137,7 @@ CHANGES = {
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads).argsort()]),
     ],
     "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn), but(kv_heads=lambda *x: kv_heads_in_turn(*x, few=True))],
+    "groups_counted_from_the_rank": [but(kv_heads=counted_from_the_rank)],
     "all_to_all_back_in_wrong_token_order": [
         returned(in_runs),
         returned(lambda case, out: in_runs(case, in_runs(case, out))),

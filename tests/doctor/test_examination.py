@@ -123,6 +123,8 @@ HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; an
     (None, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)]),  # roundings beside a mistake are no excuse
     (None, [answer(UNEQUAL_CHUNKS, FAILED, hangs=True), answer(PLAIN, WRONG)]),
     (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(PLAIN, WRONG)]),
+    (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(GROUPED, WRONG)]),  # in which grouped queries have no part
+    (None, [answer(UNEQUAL_CHUNKS, FAILED), answer(GROUPED, WRONG)]),
     (0, [answer(GROUPED, FAILED, says="rank 1 raised X"), RAISED, replace(RAISED, **of_results(out=0.1))]),
     (None, [answer(replace(PLAIN, how="views"), FAILED, says="rank 2 raised Y"), RAISED]),  # asked plainly it fails too
 ]
@@ -503,6 +505,17 @@ def in_sbhd(other):
     return lambda question, job: OK if job.patient.tensors == "sbhd" else other
 
 
+def in_stripes(question, job):
+    """Made for a causal mask in the striped layout, in which one rank is as in any other."""
+    return OK if question.case.causal and (question.case.layout == "striped" or job.size == 1) else WRONG
+
+
+def dies_in_zigzag(question, job):
+    if question.case.causal and job.size > 1 and question.case.layout != "contiguous":
+        return answer(question, FAILED, lost=True) if question.case.layout == "zigzag" else OK
+    return WRONG if question.case.causal and job.size > 1 else OK
+
+
 def plainly(state):
     return lambda question, job: state if question.how == "plain" else REFUSED
 
@@ -531,6 +544,14 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "is late with views": (which(views, LATE), {}),
     "is late": (which(ANY, LATE), {}),
     **{f"is {other} but in another order": (in_sbhd(other), {}) for other in (REFUSED, WRONG, FAILED)},
+    "is made for masked stripes": (in_stripes, {"function": odd_patients.own_chunk}),
+    "is made for stripes, and has a mask": (in_stripes, {"function": odd_patients.own_chunk, "causal": True}),
+    "is for masked stripes, and takes both": (in_stripes, {"worlds": 3}),
+    "is made for masked stripes, for zigzag as said": (
+        in_stripes,
+        {"function": odd_patients.own_chunk, "causal": True, "layouts": "zigzag", "worlds": 3},
+    ),
+    "dies in another layout": (dies_in_zigzag, {"function": odd_patients.sequence_first, "worlds": 3}),
     **{f"is {state} plainly, and refuses all else": (plainly(state), {}) for state in (FAILED, WRONG)},
     "refuses stripes": (needs(lambda case: case.layout != "striped"), {}),
     "refuses fewer heads than ranks": (needs(lambda case: case.heads % case.world_size == 0), {}),

@@ -102,6 +102,10 @@ def more_than_rounding(case, x):
     return {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed}
 
 
+def shuffled_in_float32(case, x):
+    return {"dv": x["dv"][:, :, SHUFFLED] + replace(case, dtype=torch.float32).right()["dv"].allowed.max()}
+
+
 def little_noise(case, x):
     return {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]}
 
@@ -151,8 +155,8 @@ def imprecise(inputs, wrong):
     return planted(times(lambda P: factor, wrong), [Case(4, 32, inputs=inputs, dtype=torch.bfloat16)])[0]
 
 
-def unequal():
-    answers = planted(noise(*EVERYTHING), [Case(3, 19)])
+def unequal(*names):
+    answers = planted(noise(*(names or EVERYTHING)), [Case(3, 19)])
     return [replace(each, question=replace(each.question, feature=UNEQUAL), raised=True) for each in answers]
 
 
@@ -188,6 +192,7 @@ PLANTED = {  # what is planted, and in which cases
     "dq a row too late": (LATE_ROW, {}),
     "dk a row too early": (chunkwise(lambda x: x.roll(-1, 2), "dk"), {}),
     "dv shuffled": (only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
+    "dv shuffled in float32": (shuffled_in_float32, {"worlds": (4,), "inputs": "large"}),
     "out in 16 bits": (small(2**-8), {}),
     "dq in bfloat16": (only("dq", lambda x: x.bfloat16().double()), {}),
     "a NaN under a mask": (one_nan, {"masks": [(True, "zigzag")]}),
@@ -245,6 +250,19 @@ TOLD_OF = {  # the answers, or these and an X-ray
     "one rank with grouped queries, three always": lambda: (
         planted(noise(*EVERYTHING), [Case(1, 18, heads=4, kv_heads=2), Case(3, 18)])
         + planted(lambda case, x: {}, [Case(1, 6)])
+    ),
+    **{
+        f"one rank with a window, three {other}": lambda case=case: (
+            planted(times(lambda P: 2, "dv"), [Case(1, 18, True, window=3), Case(3, 18, True, window=3), case])
+            + planted(lambda case, x: {}, [Case(1, 18, True)])
+        )
+        for other, case in {
+            "with a wider window and a scale too": Case(3, 24, True, window=8, scale=0.3),
+            "in a batch with a scale": Case(3, 24, True, scale=0.3, batch=2),
+        }.items()
+    },
+    "one rank with a window, three with unequal chunks": lambda: (
+        planted(times(lambda P: 2, "dv"), [Case(1, 18, True, window=3), Case(3, 18, True, window=3)]) + unequal("dv")
     ),
     "dk times 2 on one rank too, and out of later questions": lambda: (
         planted(times(lambda P: 2, "dk"), [Case(1, 18), Case(3, 18)]) + planted(noise("out"), [Case(3, 24)])
