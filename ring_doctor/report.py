@@ -170,6 +170,8 @@ class Report:
         if not self.healthy and "causal" not in patient.takes:
             given = "full attention only" if patient.causal == (False,) else "causal attention, without causal=True"
             said.append(f"its signature has no causal=, so it was asked for {given}")
+        if not self.healthy and True in patient.causal and "layout" not in patient.takes and not patient.state:
+            said.append(f"its signature has no layout=, so it was asked in the {patient.layouts[0]} layout only")
         names = list(dict.fromkeys(it.words for it in (diagnosis.explanations if diagnosis else ())))
         many = f"{len(names)} known mistakes apart" if names[FEW:] else f"these explanations apart: {', '.join(names)}"
         said += [f"no question tells {many}"] if names[1:] else []

@@ -48,7 +48,7 @@ KEPT = ("heads", "head dims", "batches", "dtypes", "masks", "layouts", "scales",
 WAYS |= {BESIDE + option: (f"beside calls with other {option}", "kept_from_another_call") for option in KEPT}
 LSE = "a loss that uses lse"
 VALUES, STATE = "a V with a head dim of its own", "a state before the first token"
-TO_THE_RIGHT = "a window_size whose right side is not 0"
+TO_THE_RIGHT, WIDE = "a window_size whose right side is not 0", "a window wider than the sequence"
 FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
 FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
@@ -275,7 +275,8 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     widths = [(1, 0), (3, 0), (C + 2, 0), (2 * C + 1, 0), (plain[0].seq_len + C, 0)]
     both = [(3, 2), (C + 2, -1)] if "window_size" in arguments_of(patient.name, patient.function) else []
     for case, (window, right) in itertools.product(causal, widths + both if "window" in patient.takes else ()):
-        yield Question(replace(case, window=window, window_right=right), feature=TO_THE_RIGHT if right else "")
+        feature = WIDE if window > case.seq_len else TO_THE_RIGHT if right else ""
+        yield Question(replace(case, window=window, window_right=right), feature=feature)
     for window, right in both if not plain[0].causal else ():
         yield Question(replace(plain[0], window=window, window_right=right), feature="a window without a causal mask")
     if "documents" not in patient.takes:

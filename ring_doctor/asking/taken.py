@@ -144,32 +144,32 @@ def _leave_out_gradients(found: Examination, ask: Ask) -> Answer:
 def check_what_is_given(found: Examination, jobs: dict[tuple[int, bool], Job], seed: int) -> bool:
     """Whether the patient answers. Raises CannotExamine where it is right with something else only, and tells what.
 
-    The fewest ranks get tensors in each order, and a mask where it has no argument for it; then the most each layout.
+    The most ranks that do not refuse get tensors in each order, and a mask and layouts where it has no argument for
+    these. Then so do the fewest ranks, which may be right where a mistake is between ranks.
     """
-    patient, answers, fine, (mask, *_) = found.patient, list[Answer](), list[str](), found.patient.causal
-    masks = [mask] if mask or "causal" in patient.takes else [False, True]
-
-    def is_right(tensors: str, causal: bool, layout: str, P: int = min(patient.worlds)) -> bool:
-        jobs[P, False].patient = replace(patient, tensors=tensors)
-        first = next(questions(patient, P, dtype_asked(found), seed))
-        answers.append(jobs[P, False].ask(replace(first, case=replace(first.case, causal=causal, layout=layout))))
-        if right := "out" in answers[-1].results.keys() - answers[-1].wrong.keys():
-            fine.append(answers[-1].question.words())
-        return right
-
-    asked = patient.tensors, mask, patient.layouts[0]
-    given = itertools.product((asked[0], *TENSORS), masks, asked[2:])
-    if right := next((it for it in given if is_right(*it)), None):
-        tensors, causal, layout = right
-        if patient.layouts == LAYOUTS[:1] and "layout" not in patient.takes and not patient.state:
-            layouts = LAYOUTS if causal or True in patient.causal else ()
-            some = (it for it in layouts if not answers[-1].lost)
-            layout = next((it for it in some if is_right(tensors, True, it, max(patient.worlds))), layout)
-        options = f"--tensors {tensors}", "--causal", f"--layout {layout}"
-        pairs = zip(options, (tensors, causal, layout), asked, strict=True)
-        if other := [option for option, a, b in pairs if a != b]:
-            said = f"the output of {patient.name} is right with {fine[-1]}, and not as asked"
-            raise CannotExamine(f"{said}: ask with {' '.join(other)}")
+    patient, takes, worlds = found.patient, found.patient.takes, sorted(found.patient.worlds)
+    masks = [True] if True in patient.causal else [False] if "causal" in takes else [False, True]
+    layouts = LAYOUTS if patient.layouts == LAYOUTS[:1] and "layout" not in takes else patient.layouts[:1]
+    forms = itertools.product(dict.fromkeys((patient.tensors, *TENSORS)), masks, layouts)
+    asked, *others = [form for form in forms if form[1] or form[2] == layouts[0]]
+    answers: list[Answer] = []
+    for P in (*worlds[:0:-1], worlds[0]):
+        if worlds[0] < P and any(answer.state != REFUSED for answer in answers):
+            continue
+        failed = set[str]()  # orders: no mask will mend them
+        for form in (it for it in (asked, *others) if it[0] not in failed):
+            tensors, causal, layout = form
+            jobs[P, False].patient = replace(patient, tensors=tensors)
+            first = next(questions(patient, P, dtype_asked(found), seed))
+            answer = jobs[P, False].ask(replace(first, case=replace(first.case, causal=causal, layout=layout)))
+            if "out" in answer.results.keys() - answer.wrong.keys():
+                options = f"--tensors {tensors}", "--causal", f"--layout {layout}"
+                if other := [option for option, a, b in zip(options, form, asked, strict=True) if a != b]:
+                    said = f"the output of {patient.name} is right with {answer.question.words()}, and not as asked"
+                    raise CannotExamine(f"{said}: ask with {' '.join(other)}")
+                return True
+            answers.append(answer)
+            failed |= {tensors} if answer.raised or answer.lost else set()
     return not all(answer.raised for answer in answers)
 
 

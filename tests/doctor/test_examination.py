@@ -385,8 +385,9 @@ def which(wrong, state=REFUSED, **facts):
     return lambda question, job: answer(question, state, **facts) if wrong(question) else OK
 
 
-def needs(takes, state=REFUSED, **facts):
-    return which(lambda question: not takes(question.case), state, **facts)
+def needs(takes, state=REFUSED, then=lambda question, job: OK, **facts):
+    refused = which(lambda question: not takes(question.case), state, **facts)
+    return lambda question, job: then(question, job) if takes(question.case) else refused(question, job)
 
 
 def always(**facts):
@@ -516,6 +517,10 @@ def dies_in_zigzag(question, job):
     return WRONG if question.case.causal and job.size > 1 else OK
 
 
+def one_rank_in_sbhd(question, job):
+    return OK if job.size == 1 and job.patient.tensors == "sbhd" else WRONG
+
+
 def plainly(state):
     return lambda question, job: state if question.how == "plain" else REFUSED
 
@@ -552,6 +557,12 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
         {"function": odd_patients.own_chunk, "causal": True, "layouts": "zigzag", "worlds": 3},
     ),
     "dies in another layout": (dies_in_zigzag, {"function": odd_patients.sequence_first, "worlds": 3}),
+    "is right in another layout, which it takes": (dies_in_zigzag, {"layouts": "contiguous", "worlds": 3}),
+    "is made for stripes, and refuses 1 and 5 ranks": (
+        needs(lambda case: 1 < case.world_size < 5, then=in_stripes),
+        {"function": odd_patients.own_chunk},
+    ),
+    "is right on one rank in another order": (one_rank_in_sbhd, {"worlds": (1, 3)}),
     **{f"is {state} plainly, and refuses all else": (plainly(state), {}) for state in (FAILED, WRONG)},
     "refuses stripes": (needs(lambda case: case.layout != "striped"), {}),
     "refuses fewer heads than ranks": (needs(lambda case: case.heads % case.world_size == 0), {}),
