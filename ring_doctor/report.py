@@ -138,7 +138,7 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """What else a reader must know about the verdict, in sentences."""
-        patient, diagnosis, said = self.examination.patient, self.diagnosis, []
+        patient, diagnosis, faults, said = self.examination.patient, self.diagnosis, self.examination.faults, []
         if changes := self.examination.changes:
             where = ON_ONE_RANK if any(answer.case.world_size == 1 for answer in changes) else BETWEEN_RANKS
             where = OF_EARLIER_CALLS if all(answer.kept for answer in changes) else where
@@ -147,22 +147,20 @@ class Report:
             said.append(f"{CHANGES.format(changes[0].question.words())}; wrong in {', '.join(bad)}. {where}")
         if self.level == IMPRECISE:
             right = {(it.case.dtype, it.question.same()) for it in self.examination.answers if it.state == OK}
-            sick = {it.question.same() for it in self.examination.faults}
+            sick = {it.question.same() for it in faults}
             wide = " and ".join(n for n in ("float64", "float32") if {(getattr(torch, n), x) for x in sick} <= right)
             said.append(f"it is right in {wide}, and imprecise in 16 bits" if wide else "it is imprecise in 16 bits")
         it = "the first mistake shows" if diagnosis and diagnosis.rest else "it shows"
-        it = "numbers are wrong" if any(each.state == FAILED for each in self.examination.faults) else it
+        it = "numbers are wrong" if any(each.state == FAILED for each in faults) else it
         said += [f"{it} {diagnosis.when}"] if diagnosis and diagnosis.when else []
         said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
-        faults = self.examination.faults
         unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
         others = [answer for answer in faults if answer.state == WRONG and answer not in unequal]
         if unequal and (not others or any(answer.state == FAILED for answer in unequal)):
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         known = [answer.question.options() for answer in others]
-        wrong = [it for it in unequal if others and it.state == WRONG]
-        if apart := [it for it in wrong if not any(of <= it.question.options() for of in known)]:
-            said.append(f"it is wrong with {UNEQUAL} too, as with {apart[0].question.words()}")
+        apart = [it for it in unequal if it.state == WRONG and not any(of <= it.question.options() for of in known)]
+        said += [f"it is wrong with {UNEQUAL} too, as with {apart[0].question.words()}"] if known and apart else []
         if faults and all(answer.state == FAILED and not answer.lost for answer in self.examination.answers):
             off = [answer.question.words() for answer in faults if answer.wrong]
             too = f"in {len(off)} of them with wrong numbers too, as with {off[0]}" if off else "so no number is judged"

@@ -17,11 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, WRONG, Answer, judge
 from ring_doctor.asking.calls import OFTEN, WrongResult, ask_on_rank, own_lines, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question, kind
 from ring_doctor.asking.together import feature_of, without_one
+from ringlab.support.expect import expect
 from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
 
 PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
@@ -73,7 +76,9 @@ class Job:
         with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
         """
         try:
-            [question.case.positions(rank) for rank in range(question.case.world_size)]
+            at = torch.cat([question.case.positions(rank) for rank in range(question.case.world_size)])
+            given, S = f"{question.case.layout} deals out {len(at.unique())} of", question.case.seq_len
+            expect(len(at) == len(at.unique()) == S, f"{given} {S} tokens, {len(at)} in all", "each token once")
         except Exception as error:  # a layout of the user may not take every length
             return Answer(question, REFUSED, f"{type(error).__name__}: {error}", raised=True)
         if self.keeps and question.case.seq_len != self.length:
@@ -105,7 +110,7 @@ class Job:
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:
             return judge(question, [of_ranks[rank] for rank in members])
-        if any(each.kind != "ValueError" for each in raised.values()):
+        if any(each.kind not in REFUSALS[:2] for each in raised.values()):
             self.restart()  # messages may be under way, and default arguments hold the old group
         causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
         [cause, *_] = causes.values()

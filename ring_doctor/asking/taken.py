@@ -169,6 +169,8 @@ def check_what_is_given(found: Examination, jobs: dict[tuple[int, bool], Job], s
                     raise CannotExamine(f"{said}: ask with {' '.join(other)}")
                 return True
             answers.append(answer)
+            if answer.lost and form == asked:
+                return True  # that it hangs or dies is told
             failed |= {tensors} if answer.raised or answer.lost else set()
     return not all(answer.raised for answer in answers)
 

@@ -28,7 +28,8 @@ def together(patient: Patient, case: Case) -> Iterator[tuple[Case, str]]:
     grouped, unequal = ({False: None, of: None} for of in (patient.grouped, uneven))
     for mask, groups, more in itertools.product(masks or ["options"], grouped, unequal):
         S = case.seq_len + more * (2 * P - 1)  # C + 2 tokens, and one less on the last rank
-        documents = (C + 1, S - 2 * C - 1, C)  # the second border is on the last rank
+        last = min(C, (S - C - 1) // 2)  # the second border is on the last rank
+        documents = (C + 1, S - C - 1 - last, last)
         given: Any = {"window": {"window": C + 2}, "documents": {"documents": documents}}.get(mask, {})
         given |= {"heads": 2 * case.heads, "kv_heads": case.heads if groups else 2 * case.heads}
         yield replace(case, batch=case.batch + 1, seq_len=S, **options, **given), mask
@@ -42,7 +43,8 @@ def feature_of(case: Case) -> str:
 def without_one(patient: Patient, case: Case) -> list[Case]:
     """Where such a case is right, the option that it lacks has a part in the mistake."""
     plain = patient.base_case(case.world_size, case.dtype, case.seed)
-    first = (case.documents or ())[:-1]
-    equal = {"seq_len": plain.seq_len, "documents": (*first, plain.seq_len - sum(first)) if first else None}
+    first = (case.documents or ())[:1]
+    S = case.seq_len if case.equal_chunks else plain.seq_len
+    equal = {"seq_len": S, "documents": (*first, S - sum(first)) if first else None}
     given: list[Any] = [{name: getattr(plain, name)} for name in ("batch", "scale", "sinks", "window", "documents")]
     return [fewer for less in (*given, equal, {"kv_heads": case.heads}) if (fewer := replace(case, **less)) != case]

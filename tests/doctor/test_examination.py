@@ -26,8 +26,9 @@ from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import ask_again, examination_of
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import AFTER, BESIDE, LSE, UNEQUAL, Question, kind
+from ring_doctor.asking.questions import AFTER, BESIDE, LSE, UNEQUAL, Question, kind, questions
 from ring_doctor.asking.state_case import StateCase
+from ring_doctor.asking.together import without_one
 from ring_doctor.assertion import assert_ring, examine, take_xray
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.conditions import when_it_shows
@@ -605,6 +606,16 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
 }
 
 
+@pytest.mark.parametrize("chunk", [4, 6])
+def test_documents_end_with_the_sequence(chunk):
+    """With all options, without one, and on two ranks."""
+    patient = patient_of(with_everything, chunk=chunk)
+    of_all = [it for P in patient.worlds for it in questions(patient, P, torch.float64, 0)]
+    cases = [each for it in of_all for each in (it.case, *(without_one(patient, it.case) if it.together else ()))]
+    documents = [(case.documents or (case.seq_len,), case.seq_len) for case in cases]
+    assert [it for it in documents if min(it[0]) < 1 or sum(it[0]) != it[1]] == []
+
+
 def told_of(name):
     """In full and quickly: what is told, where both tell the same once."""
     reply, claims = RINGS[name]
@@ -653,6 +664,7 @@ def ask():
     return asked
 
 
+SHARED = Question(Case(3, 19, True, "tests.wrong.odd_patients:shares"))
 IN = r"tests/wrong/odd_patients.py, line \d+ in"
 LOST = (odd_patients.hangs, odd_patients.crashes)
 
@@ -672,6 +684,12 @@ LOST = (odd_patients.hangs, odd_patients.crashes)
         (odd_patients.another_dtype, Question(replace(P3, dtype=torch.float32)), FAILED, "its out is torch.float64"),
         (odd_patients.another_shape, PLAIN, FAILED, r"of this rank's queries, shape \(1, 2, 6, 4\)"),
         (odd_patients.refuses, PLAIN, REFUSED, "^NotImplementedError: not today"),
+        (
+            odd_patients.own_chunk,
+            SHARED,
+            REFUSED,
+            ":shares deals out 18 of 19 tokens, 18 in all; expected each",
+        ),
         (odd_patients.backward_once, PLAIN, OK, ""),
         (odd_patients.backward_once, Question(P3, "two backward passes"), WRONG, ""),
     ],

@@ -180,9 +180,9 @@ def receives_into_a_leaf(q, k, v):
     return ring_flash_attention(q, k, v) + Receive.apply(torch.zeros((), requires_grad=q.requires_grad))
 
 
-OF_VALUES = {f"{heads}V of D = 4 beside 8, C = 6" for heads in ("", "4 query heads on 2, ")}
+OF_VALUES = {"V of D = 4 beside 8, C = 6", "4 query heads on 2, V of D = 8 beside 4, C = 6"}
 ESCAPED = {  # by ring: what it is asked where its answer is wrong, or where it refuses
-    first_of_the_batch: {"batch of 2, C = 6"},
+    first_of_the_batch: {"batch of 2, C = 6", "views, batch of 2, C = 6"},
     normalised: {"silent rank inputs, C = 6"},
     one_head_turned: {"4 query heads on 1, C = 6"},
     two_tiles: {"D = 64, C = 258"},
