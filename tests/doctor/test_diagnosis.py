@@ -193,6 +193,7 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
     **{f"right: {case.words()}": beside_right(case) for case in (Case(3, 3), Case(1, 6), Case(3, 18))},
     "another dk": with_result("dk"),
     "another lse": with_result("lse"),
+    "another lse, out is right": with_result("lse", "delta_missing", worlds=(3, 4)),
     "dv times 3 under a mask": with_result(
         "dv", "gradient_scale_missing", lambda case, x: 3 * x if case.causal else x, (3, 3, 4)
     ),

@@ -83,6 +83,13 @@ def said(report):
     return [f"{report.level}: {report.verdict}", *(f"remark: {remark}" for remark in remarks), *mistakes]
 
 
+def test_the_headline_of_an_xray_is_of_its_question():
+    """What it shows need not be true of the first wrong answer."""
+    xray, shown = on_paper(Case(4, 16, True)), Finding("X-ray (P = 4): round 1 on rank 2: missing")
+    of_both = [Report(Examination(PATIENT, [answer(PLAIN, WRONG)]), None, x, (shown,)).finding for x in (xray, "")]
+    assert [said.partition("missing, as with ")[2] for said in of_both] == [xray.case.words(), PLAIN.words()]
+
+
 SECOND = [  # after a right one
     answer(PLAIN, OK),
     answer(UNEQUAL_CHUNKS, OK),

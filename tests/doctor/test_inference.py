@@ -373,6 +373,7 @@ def test_the_question_of_an_xray():
     few = [replace(it, wrong={"out": 9.0}, relative={"out": x}) for it, x in zip(few, (0.002, 0.5), strict=True)]
     assert choose_question(Examination(PATIENT, few)).case.layout == "contiguous", "no rounding"
     assert not wrong(sinks).case.sinks
+    assert not wrong(Question(Case(3, 18, True, window=8)), Question(Case(3, 18, True))).case.window
     assert wrong(Question(Case(3, 19))).case.seq_len == 19, "unequal chunks stay unequal"
     assert wrong(Question(Case(3, 3))).case.seq_len == 3
     assert wrong(Question(Case(3, 21))).case.seq_len == 21
