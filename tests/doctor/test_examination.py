@@ -525,6 +525,10 @@ def dies_in_zigzag(question, job):
     return WRONG if question.case.causal and job.size > 1 else OK
 
 
+def hangs_but_in_sbhd(question, job):
+    return OK if job.patient.tensors == "sbhd" else answer(question, FAILED, lost=True, hangs=True)
+
+
 def one_rank_in_sbhd(question, job):
     return OK if job.size == 1 and job.patient.tensors == "sbhd" else WRONG
 
@@ -565,7 +569,11 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
         {"function": odd_patients.own_chunk, "causal": True, "layouts": "zigzag", "worlds": 3},
     ),
     "dies in another layout": (dies_in_zigzag, {"function": odd_patients.sequence_first, "worlds": 3}),
-    "is right in another layout, which it takes": (dies_in_zigzag, {"layouts": "contiguous", "worlds": 3}),
+    "is right in another layout, which it takes": (
+        which(lambda question: question.case.causal and question.case.layout == "contiguous", WRONG),
+        {"layouts": "contiguous", "worlds": 3},
+    ),
+    "hangs but in another order": (hangs_but_in_sbhd, {"worlds": 3}),
     "is made for stripes, and refuses 1 and 5 ranks": (
         needs(lambda case: 1 < case.world_size < 5, then=in_stripes),
         {"function": odd_patients.own_chunk},
@@ -672,6 +680,14 @@ def ask():
 
 
 SHARED = Question(Case(3, 19, True, "tests.wrong.odd_patients:shares"))
+
+
+def test_a_refusal_leaves_the_processes(ranks):
+    with on_these(ranks), closing(examination.Job(patient_of(odd_patients.refuses), 3, 20.0, "cpu")) as job:
+        assert job.ask(PLAIN).state == REFUSED
+        assert job.ready
+
+
 IN = r"tests/wrong/odd_patients.py, line \d+ in"
 LOST = (odd_patients.hangs, odd_patients.crashes)
 
