@@ -113,7 +113,7 @@ class Report:
         """What the numbers show first, without where to look, and when they do."""
         wrong = self.diagnosis.answers if self.diagnosis else self.examination.faults
         first = next(iter(self.inference), Finding("wrong numbers"))
-        shown = self.xray.case if first.says.startswith("X-ray") and isinstance(self.xray, XRay) else wrong[0].case
+        shown = self.xray.case if first.says.startswith("X-ray") and isinstance(self.xray, XRay) else wrong[0].question
         when = (self.diagnosis and self.diagnosis.when) or f"as with {shown.words()}"
         return shorten(f"{first.brief or first.says}, {when}", 140, placeholder=" ...")
 

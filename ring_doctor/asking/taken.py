@@ -147,9 +147,9 @@ def check_what_is_given(found: Examination, jobs: dict[tuple[int, bool], Job], s
     The most ranks that do not refuse get tensors in each order, and a mask and layouts where it has no argument for
     these. Then so do the fewest ranks, which may be right where a mistake is between ranks.
     """
-    patient, takes, worlds = found.patient, found.patient.takes, sorted(found.patient.worlds)
-    masks = [True] if True in patient.causal else [False] if "causal" in takes else [False, True]
-    layouts = LAYOUTS if patient.layouts == LAYOUTS[:1] and "layout" not in takes else patient.layouts[:1]
+    patient, worlds = found.patient, sorted(found.patient.worlds)
+    masks = [True] if True in patient.causal else [False] if "causal" in patient.takes else [False, True]
+    layouts = LAYOUTS if patient.layouts == LAYOUTS[:1] and "layout" not in patient.takes else patient.layouts[:1]
     forms = itertools.product(dict.fromkeys((patient.tensors, *TENSORS)), masks, layouts)
     asked, *others = [form for form in forms if form[1] or form[2] == layouts[0]]
     answers: list[Answer] = []

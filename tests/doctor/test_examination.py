@@ -86,8 +86,9 @@ def said(report):
 def test_the_headline_of_an_xray_is_of_its_question():
     """What it shows need not be true of the first wrong answer."""
     xray, shown = on_paper(Case(4, 16, True)), Finding("X-ray (P = 4): round 1 on rank 2: missing")
-    of_both = [Report(Examination(PATIENT, [answer(PLAIN, WRONG)]), None, x, (shown,)).finding for x in (xray, "")]
-    assert [said.partition("missing, as with ")[2] for said in of_both] == [xray.case.words(), PLAIN.words()]
+    views = replace(PLAIN, how="views")
+    of_both = [Report(Examination(PATIENT, [answer(views, WRONG)]), None, x, (shown,)).finding for x in (xray, "")]
+    assert [said.partition("missing, as with ")[2] for said in of_both] == [xray.case.words(), views.words()]
 
 
 SECOND = [  # after a right one
