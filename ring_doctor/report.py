@@ -229,7 +229,7 @@ def text(report: Report) -> str:
     """The report for a terminal."""
     lines = [head(report), "", *_table(report.examination.answers)]
     if isinstance(report.xray, XRay) and not (report.diagnosis and report.xray.right):  # of that tells a remark
-        lines += ["", f"X-ray, {report.xray.case.words()}", report.xray.text()]
+        lines += ["", f"X-ray, {report.xray.case.words()} (round t: the keys of t ranks before)", report.xray.text()]
     elif report.diagnosis and isinstance(report.xray, str):
         lines += ["", f"X-ray: {report.xray}"]
     return "\n".join(lines)
