@@ -1,7 +1,7 @@
 """The processes that answer: a rank that hangs, crashes or raises is an answer too, and the next question follows.
 
     hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
-    rest(folder, [0, 2])      ->    True: they have computed nothing for the time of a question; one may sleep
+    rest(folder, [0, 2])      ->    True: they have computed nothing for the time of a question, or are in a loop
     lines_of_ranks(folder)    ->    {("ring.py", 12, "attention"): [0, 2]}
 
 Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
@@ -30,11 +30,13 @@ from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, o
 PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
 START = 120.0  # seconds to import a library and to set it up
 ENOUGH = round(1 / OFTEN) + 1  # looks at a rank in the time for a question
+SPINS = 3 * ENOUGH  # looks at a rank that computes in Python: no attention of some tokens takes so long
 DEADLOCK = "deadlock: all ranks wait in {}; let even ranks send first (chapter 4 of notebooks/)"
 LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', flags=re.MULTILINE)
 STACK = re.compile(r"^(?:Stack|Fatal Python error)", flags=re.MULTILINE)
+WAITING = re.compile(r"\.(wait|poll|get|multi_get|is_completed)\(")  # in the line in which a rank is
 OTHER_SIZE = re.compile(r".*op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+).*")  # gloo's words
 
 
@@ -198,19 +200,21 @@ def hang(folder: Path, silent: Sequence[int]) -> bool:
 
 
 def rest(folder: Path, silent: Sequence[int]) -> bool:
-    """Whether each of these ranks waits, or sleeps in a line of the user's own, and computes nothing for ENOUGH looks.
+    """Whether each of these ranks waits, or is in lines of the user's own, for ENOUGH looks without computing anything.
 
-    A compiler works in lines of a library, and a slow rank computes.
+    A compiler works in lines of a library, and a slow rank computes: it gets SPINS looks.
     """
     stacks, texts = _read(folder), _texts(folder)
     still = all(len(of := texts.get(rank, [])[-ENOUGH:]) == ENOUGH and len({*of}) == 1 for rank in silent)
-    return still and all(_waits(at := stacks[rank][-1]) or at[:1] == [own_frame(at)] for rank in silent)
+    last = [stacks.get(rank, [])[-(ENOUGH if still else SPINS) :] for rank in silent]
+    enough = still or all(len(of) == SPINS for of in last)
+    return enough and all(_waits(at) or at[:1] == [own_frame(at)] for of in last for at in of)
 
 
 def _waits(frames: Sequence[Frame]) -> bool:
     """Whether the innermost calls wait for a message, or for what another rank writes into a store."""
     in_torch = any("/torch/distributed/" in path for path, _, _ in frames[:3])
-    return in_torch or bool(frames and re.search(r"\.(wait|poll|get|multi_get)\(", linecache.getline(*frames[0][:2])))
+    return in_torch or bool(frames and WAITING.search(linecache.getline(*frames[0][:2])))
 
 
 def _texts(folder: Path) -> dict[int, list[str]]:

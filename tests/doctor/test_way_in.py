@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ring_doctor.asking.calls import call, lse_of, options, ours, theirs
 from ring_doctor.asking.case import Case, positions
-from ring_doctor.asking.job import ENOUGH, hang, lines_of_ranks, rest
+from ring_doctor.asking.job import ENOUGH, SPINS, hang, lines_of_ranks, rest
 from ring_doctor.asking.names import ByName, by_name, named, portable
 from ring_doctor.asking.patient import CONSTANTS, Patient, arguments_of, patient_of
 from ring_doctor.asking.questions import questions
@@ -365,12 +365,12 @@ IN_FILE = 'Stack\n  File "mine.py", line {} in attention\n' + 2 * '  File "mine.
         ({0: [WAITS] * 2, 1: [WAITS, WAITS.replace("line 12", "line 13")]}, [0, 1], False),
         ({0: [WAITS] * 2, 1: [WAITS.replace("/torch/distributed/", "/triton/compiler/")] * 2}, [0, 1], False),
         ({0: [WAITS] * 2}, [0, 1], False),
-        *(({0: [IN_FILE.format(line)] * 2}, [0], line < 3) for line in (1, 2, 3)),
+        *(({0: [IN_FILE.format(line)] * 2}, [0], line != 3) for line in (1, 2, 3, 4)),
     ],
 )
 def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, hangs):
     mine = tmp_path / "mine.py"
-    mine.write_text("work.wait()\nstore.get('a')\nwork.waits()\n")
+    mine.write_text("work.wait()\nstore.get('a')\nwork.waits()\nwork.is_completed()\n")
     for rank, texts in dumps.items():
         (tmp_path / str(rank)).write_text("".join(texts).replace("mine.py", str(mine)))
     assert hang(tmp_path, silent) == hangs
@@ -379,6 +379,7 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
 
 SLEEPS = 'Stack 0.5\n  File "/home/me/ring.py", line 8 in attention\n'
 COMPILES = SLEEPS.replace("0.5\n", f'0.5\n  File "{inspect.getfile(torch.nn.Module)}", line 2 in lower\n')
+COMPUTES = [SLEEPS.replace("0.5", f"0.{n}").replace("line 8", f"line {8 + n % 2}") for n in range(SPINS)]
 
 
 @pytest.mark.parametrize(
@@ -389,9 +390,12 @@ COMPILES = SLEEPS.replace("0.5\n", f'0.5\n  File "{inspect.getfile(torch.nn.Modu
         ([SLEEPS] * (ENOUGH - 1), False),
         ([SLEEPS.replace("0.5", "0.4"), *[SLEEPS] * (ENOUGH - 1)], False),  # it has computed
         ([COMPILES] * ENOUGH, False),
+        (COMPUTES, True),
+        (COMPUTES[1:], False),
+        ([COMPILES, *COMPUTES[1:]], False),
     ],
 )
-def test_a_rank_rests_that_computes_nothing_in_a_line_of_the_user(tmp_path, looks, rests):
-    (tmp_path / "0").write_text("".join([SLEEPS] * ENOUGH))
+def test_a_rank_rests_that_computes_nothing_or_for_long_in_a_line_of_the_user(tmp_path, looks, rests):
+    (tmp_path / "0").write_text("".join([SLEEPS] * SPINS))
     (tmp_path / "1").write_text("".join(looks))
     assert rest(tmp_path, [0, 1]) == rests
