@@ -120,12 +120,12 @@ class Report:
     @property
     def limits(self) -> list[str]:
         """What the function takes, where a ring may take more."""
-        said, fails = list(self.examination.limits), dict[str, list[str]]()
-        usual = {answer.says for answer in self.examination.faults}  # without the feature too
+        said, fails, faults = list(self.examination.limits), dict[str, list[str]](), self.examination.faults
+        usual, sick = {answer.says for answer in faults}, {answer.case for answer in faults}  # without the feature too
         for feature, answer in self.examination.beyond.items():
             if answer.state == FAILED and answer.says not in usual:
                 fails.setdefault(answer.says.splitlines()[0], []).append(feature)
-            elif answer.state != FAILED:
+            elif answer.state != FAILED and answer.case not in sick:
                 said.append(f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
         return said + [f"it fails with {', '.join(features)} ({why})" for why, features in fails.items()]
 

@@ -15,7 +15,7 @@ import torch
 from ring_doctor.asking.answers import OK, REFUSED, WRONG, Answer, Examination, excused, other_numbers
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.patient import Patient
-from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import BESIDE, LSE, Question, kind, questions
 from ring_doctor.asking.sixteen_bits import compared_under_autocast, rounded_early
 from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_given, dtype_asked, takes, why
 
@@ -130,6 +130,25 @@ def _ask_everything(
                 found.answers += [it for it in refused if it.state == REFUSED][:1]
         for job in (jobs[world_size, False], jobs[world_size + 1, True]) if world_size > 1 else ():
             job.close()  # no larger number of ranks needs its processes
+
+
+def in_turn(
+    patient: Patient, world_size: int, dtype: torch.dtype, seed: int, *, quick: bool
+) -> dict[Hashable, list[Question]]:
+    """The questions for one number of ranks in groups: of each group one answer is enough.
+
+    A group has one question; with `quick`, all questions of a kind, those of the last mask and layout first. The plain
+    questions are asked one by one.
+    """
+    groups: dict[Hashable, list[Question]] = {}
+    plain, *others = questions(patient, world_size, dtype, seed)
+    for question in (plain, *others):
+        alone = not quick or kind(question) == kind(plain)
+        key: Hashable = question if alone else kind(question)
+        if question.together:
+            key = question.together, None if quick else (world_size, question.case.mask())
+        groups.setdefault(key, []).insert(0, question)
+    return groups
 
 
 def _tells_nothing(found: Examination, question: Question, sick: Collection[Hashable]) -> bool:

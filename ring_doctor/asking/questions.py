@@ -138,7 +138,8 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
                 yield Question(all_of, feature=feature_of(all_of), together=mask)
             if "group" in patient.takes and max(patient.worlds) > P > 1:
                 first = 1 if P == LEAST else 2  # ranks 1, 2, 3 of 4; and 0, 2, 3, 4 of 5, whose numbers have a gap
-                yield Question(case, members=(*range(first - 1), *range(first, P + 1)))
+                for each in (case, replace(case, window=3)) if case.causal and "window" in patient.takes else (case,):
+                    yield Question(each, members=(*range(first - 1), *range(first, P + 1)))
     yield from _of_lengths(patient, plain)
     yield from _of_masks(patient, plain)
     yield from _beside(patient, plain[-1])
@@ -176,7 +177,8 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     yield "views", {"batch": case.batch + 1}, ""  # of one sequence, heads and batch can be viewed as one dimension
     yield "twice", {}, ""
     yield AFTER, {"seq_len": 2 * case.seq_len}, "a call with another length than the first"
-    yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
+    long: dict[str, Any] = {"seq_len": tiles * P, "head_dim": head_dim}
+    yield plain, long, ""
     yield plain, {"inputs": "large"}, ""
     own = {"head_dim": 2 * case.head_dim, "value_dim": case.head_dim}
     if patient.own_values:
@@ -193,6 +195,8 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         if torch.finfo(narrow).bits < torch.finfo(case.dtype).bits:
             yield plain, {"dtype": narrow, **scaled}, name
             yield plain, {"dtype": narrow, "inputs": "large"}, name
+        if torch.finfo(narrow).bits == 16:  # positions beyond 256 are no numbers of bfloat16
+            yield plain, {"dtype": narrow, **long}, name
     if {"float32", "bfloat16"} <= set(patient.dtypes):
         yield "autocast", {"dtype": torch.bfloat16}, "autocast"
     if patient.gradients:
@@ -290,25 +294,6 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
             feature = "" if case.causal else "documents without a causal mask"
             two = "documents and a window" if width else ""
             yield Question(replace(case, documents=documents, window=width), feature=feature, together=two)
-
-
-def in_turn(
-    patient: Patient, world_size: int, dtype: torch.dtype, seed: int, *, quick: bool
-) -> dict[Hashable, list[Question]]:
-    """The questions for one number of ranks in groups: of each group one answer is enough.
-
-    A group has one question; with `quick`, all questions of a kind, those of the last mask and layout first. The plain
-    questions are asked one by one.
-    """
-    groups: dict[Hashable, list[Question]] = {}
-    plain, *others = questions(patient, world_size, dtype, seed)
-    for question in (plain, *others):
-        alone = not quick or kind(question) == kind(plain)
-        key: Hashable = question if alone else kind(question)
-        if question.together:
-            key = question.together, None if quick else (world_size, question.case.mask())
-        groups.setdefault(key, []).insert(0, question)
-    return groups
 
 
 def kind(question: Question) -> tuple[Hashable, ...]:

@@ -28,9 +28,10 @@ def together(patient: Patient, case: Case) -> Iterator[tuple[Case, str]]:
     grouped, unequal = ({False: None, of: None} for of in (patient.grouped, uneven))
     for mask, groups, more in itertools.product(masks or ["options"], grouped, unequal):
         S = case.seq_len + more * (2 * P - 1)  # C + 2 tokens, and one less on the last rank
+        wide = {"window": C + 3}  # in chunks of C + 1 tokens, as the last rank has, it reaches further
         last = min(C, (S - C - 1) // 2)  # the second border is on the last rank
         documents = (C + 1, S - C - 1 - last, last)
-        given: Any = {"window": {"window": C + 2}, "documents": {"documents": documents}}.get(mask, {})
+        given: Any = {"window": wide, "documents": {"documents": documents}}.get(mask, {})
         given |= {"heads": 2 * case.heads, "kv_heads": case.heads if groups else 2 * case.heads}
         yield replace(case, batch=case.batch + 1, seq_len=S, **options, **given), mask
 

@@ -3,7 +3,7 @@
 Two questions that differ in one feature are compared. If one answer is right and the other is wrong, the mistake shows
 with that feature.
 
-Before: asking/questions.py. After: diagnosis.py; inference.py, for what an X-ray cannot show.
+Before: asking/questions.py. After: explanation.py; inference.py, for what an X-ray cannot show.
 """
 
 import itertools
@@ -45,6 +45,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]
 Features = tuple[Any, ...]  # of a question, as in FEATURES
+LUCK = 1e-6  # how likely it may be that wrong answers have a feature by luck
 MANY = 2  # values of a feature in a sentence; of more, those without the mistake are said
 
 
@@ -62,12 +63,13 @@ def _with(feature: Any) -> str:
     return "with" if feature else "without"
 
 
-def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bool]]:
+def when_it_shows(answers: Sequence[Answer], more: Sequence[Answer] = ()) -> tuple[str, Callable[[Answer], bool]]:
     """The features with which the mistake shows, in words; "" where no two questions tell it.
 
     Together they are true of every wrong answer and of no right one. If none are, two features of which each wrong
-    answer has one may be. Also whether another wrong answer has them, and is wrong in no other result. Of roundings
-    neither the mask nor the numbers are a feature: whether they show is luck.
+    answer has one may be; or those of every wrong answer are told, with "sometimes". Also whether another wrong answer
+    has them, and is wrong in no other result. Of roundings neither the mask nor the numbers are a feature: whether they
+    show is luck. `more`: wrong answers to what nobody claimed. They count where the mistake may show.
     """
     bad = [answer for answer in answers if answer.state == WRONG]
     rounded = all(map(imprecise, bad))
@@ -83,11 +85,17 @@ def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bo
         if any(x[i] not in sick and x[:i] + x[i + 1 :] in near for x in right):
             told.append((i, sick))
     untrue = any(all(x[i] in sick for i, sick in told) for x in right)
-    either, told = (_either(right, wrong), []) if untrue else ((), told)
+    either = _either(right, wrong) if untrue else ()
+    if untrue:  # what all wrong answers have, and few others: too many for luck
+        share = [sum(x[i] in sick for x in right | wrong) / len(right | wrong) for i, sick in told]
+        told = [each for each, x in zip(told, share, strict=True) if not either and x ** len(wrong) < LUCK]
     said = [f"{' or '.join(_in_words(i, {value}) for i, value in either)} only"] if either else []
+    said += ["sometimes"] if untrue and told else []
+    may: list[tuple[int, set[Any]]] = []  # as told, or with a number of ranks of which nobody knows
     for i, sick in told:
         others = {x[i] for x in right} - sick
         healthy = {x[i] for x in right if x[i] in others and all(x[j] in of for j, of in told if j != i)}
+        may.append((i, sick | (others - healthy) if FEATURES[i][0] == RANKS else sick))
         if FEATURES[i][0] == RANKS:
             worlds = f"from {min(sick)} ranks on" if max(healthy) + 1 == min(sick) else _in_words(i, sick, ", ")
             well, unknown = (", ".join(map(str, sorted(of))) for of in (healthy, others - healthy))
@@ -98,9 +106,11 @@ def when_it_shows(answers: Sequence[Answer]) -> tuple[str, Callable[[Answer], bo
 
     def shows(answer: Answer) -> bool:
         x = _features(answer.question, rounded)
-        of_all = all(x[i] in sick for i, sick in told) and (not either or any(x[i] == value for i, value in either))
+        of_all = all(x[i] in of for i, of in may) and (not either or any(x[i] == value for i, value in either))
         return of_all and answer.wrong.keys() <= results
 
+    if found := list(filter(shows, more)):
+        return when_it_shows([*answers, *found])
     return ", ".join(said) or ("" if untrue or rounded else ALWAYS), shows
 
 

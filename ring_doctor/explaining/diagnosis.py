@@ -6,62 +6,36 @@
 If out is wrong, out and lse are compared: gradients follow from them, by more ways than one. Else all results are.
 First come entries that explain everything, then those with a condition ("on rank 0 only"), or of a part: dk and dv.
 
-Before: ../catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
-Source: the mistakes of public rings, as each entry of the catalogue names them.
+Before: explanation.py. After: xray.py, a picture of what is wrong.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from ring_doctor.asking.answers import WRONG, Answer, Examination, as_claimed, but_autocast, imprecise
-from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.latent_case import LATENTS, LatentCase, LatentSteps, compute_latents
+from ring_doctor.asking.answers import WRONG, Answer, Examination, as_claimed, but_autocast, imprecise, never_claimed
+from ring_doctor.asking.case import UNROUNDED
+from ring_doctor.asking.latent_case import LATENTS
 from ring_doctor.asking.questions import BESIDE, KEPT, Question
-from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
-from ring_doctor.explaining.conditions import ALWAYS, separated, when_it_shows, where_left
+from ring_doctor.explaining.conditions import ALWAYS, when_it_shows, where_left
+from ring_doctor.explaining.explanation import (
+    EVERYTHING,
+    FORWARD,
+    Explanation,
+    expected,
+    fits,
+    fitting,
+    in_part,
+    special,
+    under_a_condition,
+)
 from ring_doctor.explaining.facts import WrongAnswer
-from ring_doctor.mistakes import Change, Mistake, latents, states
-from ring_doctor.mistakes.backward import in_backward
-from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
-from ring_doctor.mistakes.states import RIGHT_STATES, compute_states
+from ring_doctor.mistakes import Mistake, latents, states
 
-FORWARD = ("out", "lse")
-OF_KINDS = ("dlog_decay", "dbeta", "dstate", "dweight", "drope_keys", "dlatents", "dw_k", "dw_v")  # of states, latents
-EVERYTHING = (*FORWARD, "dq", "dk", "dv", *OF_KINDS)
-Results = tuple[str, ...]  # their names
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
 LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 OTHER_GRADIENTS = ("views", "gradient of lse")  # ways to ask whose right gradients are not those of a plain question
 FEW = 2  # explanations that a headline may name
-
-SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
-    "on rank 0": lambda P: range(1),
-    "on the last rank": lambda P: range(P - 1, P),
-    "on odd ranks": lambda P: range(1, P, 2),
-}
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A mistake, or one for each way to ask, and the condition under which it is made."""
-
-    mistakes: tuple[Mistake, ...]
-    change: Change = field(compare=False)
-    condition: str = ""  # in words, or a name in SOME_RANKS; "": on all ranks and in every question
-
-    @property
-    def name(self) -> str:
-        return " and ".join(mistake.name for mistake in self.mistakes)
-
-    @property
-    def words(self) -> str:
-        """The name with its condition: "last_block_skipped (under a causal mask only)"."""
-        return f"{self.name} ({self.condition} only)" if self.condition else self.name
 
 
 @dataclass(frozen=True)
@@ -99,13 +73,16 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
         return Diagnosis((*of_ways,), tuple(wrong), when_it_shows(telling)[0])
     state = examination.patient.state
     of_kind = latents.MISTAKES if state == LATENTS else states.MISTAKES if state else CATALOGUE
-    found, follow = _explain(_telling(answered), of_kind.values(), progress)
+    found, follow = _explain(asked := _telling(answered), of_kind.values(), progress)
+    if not found and any("out" in it.answer.wrong for it in asked):  # by another mistake than some gradients
+        right = [it for it in asked if "out" not in it.answer.wrong]
+        found, follow = _explain(right, of_kind.values(), progress)
     faults = [it for it in examination.faults if it.state == WRONG and it.results]
     left = _left(found if len(found) <= FEW else [], faults, follow)
     told = [it for it in telling if it.state != WRONG or {*it.wrong} - {*left.get(it.question, ())}]
     if not _wrong(told):  # but for some roundings
         told, found, left = telling, [], {}
-    when, shows = when_it_shows(told)
+    when, shows = when_it_shows(told, list(filter(never_claimed, faults)))
     found = found or of_ways
     left = left if 0 < len(found) <= FEW else {it.question: tuple(it.wrong) for it in faults if not shows(it)}
     kinds = {"out" in answer.wrong for answer in _wrong(told)}  # two may be two mistakes, each with its condition
@@ -158,7 +135,7 @@ def _explain(
 ) -> tuple[list[Explanation], bool]:
     """All explanations of the simplest kind that fits; whether they give all gradients too."""
     entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
-    usual = [answer for answer in answers if not _special(answer.case)]
+    usual = [answer for answer in answers if not special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     wrong = {name for answer in usual for name in answer.answer.wrong}
     clear = {name for answer in usual for name in answer.answer.wrong if answer.clear(name)}
@@ -168,16 +145,22 @@ def _explain(
         parts = [FORWARD, ("out",), *([] if "out" in wrong else parts[1:])]
     parts = [names for names in parts if not clear.isdisjoint(names)]  # else any entry fits
     for names in parts:
-        searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _in_part)
+        searches = (answers, fitting), (usual, fitting), (usual, under_a_condition), (usual, in_part)
         for some, search in searches:
-            how = search.__name__.strip("_").replace("_", " ")
-            progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}, {how}")
+            progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}")
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
-                whole = _fitting((each for each in entries if each.name in same), some, EVERYTHING)
-                return whole or found, bool(whole) or not same
+                whole = fitting((each for each in entries if each.name in same), some, EVERYTHING)
+                return whole or found, bool(whole) or (not same and _follow(found, some))
     found = under_a_condition(entries, usual, parts[0], most=True) if parts else []
-    return [replace(each, condition="") for each in found], True
+    return [replace(each, condition="") for each in found], _follow(found, usual)
+
+
+def _follow(found: list[Explanation], answers: list[WrongAnswer]) -> bool:
+    """Whether the gradients of a wrong out, in any answer, are those that its explanation makes of it."""
+    sick = [it for it in answers if "out" in it.answer.wrong and "dq" in it.answer.results]
+    given = {fits(each, it, EVERYTHING) for each in found for it in sick}
+    return True in given or False not in given
 
 
 def _left(found: list[Explanation], wrong: list[Answer], follow: bool) -> dict[Question, tuple[str, ...]]:
@@ -194,10 +177,10 @@ def _left(found: list[Explanation], wrong: list[Answer], follow: bool) -> dict[Q
 
 def _may_give(explanation: Explanation, of: WrongAnswer, name: str) -> bool:
     """Whether an explanation gives this wrong result; in 16 bits, most of its error."""
-    if (fits := _fits(explanation, of, (name,))) is not False or of.case.dtype.itemsize > 2:
-        return fits is not False
-    expected = _expected(of.case, explanation.change, name not in FORWARD, explanation.condition)[name]
-    error, rest = ((of.seen(name) - x).norm() for x in (of.exact(name), expected))
+    if (fit := fits(explanation, of, (name,))) is not False or of.case.dtype.itemsize > 2:
+        return fit is not False
+    on_paper = expected(of.case, explanation.change, name not in FORWARD, explanation.condition)[name]
+    error, rest = ((of.seen(name) - x).norm() for x in (of.exact(name), on_paper))
     return bool(2 * rest < error) or (imprecise(of.answer) and of.case.inputs not in UNROUNDED)
 
 
@@ -209,112 +192,3 @@ def _rest(answers: Iterable[WrongAnswer], left: dict[Question, tuple[str, ...]])
         if not answer.wrong or (names and ("out" in names or "out" not in answer.wrong)):
             rest.append(WrongAnswer(replace(answer, results=results, wrong={n: answer.wrong[n] for n in names})))
     return rest
-
-
-# Which explanations fit ---------------------------------------------------------------------------------------------
-
-
-def _fitting(explanations: Iterable[Explanation], answers: list[WrongAnswer], names: Results) -> list[Explanation]:
-    """The explanations that give the ring's numbers in every answer, each name once."""
-    found: dict[str, Explanation] = {}
-    for explanation in explanations:
-        if explanation.name not in found and _explains(explanation, answers, names):
-            found[explanation.name] = explanation
-    return list(found.values())
-
-
-def _explains(explanation: Explanation, answers: list[WrongAnswer], names: Results) -> bool:
-    """Whether no answer contradicts the explanation, and a wrong answer confirms it."""
-    confirmed = False
-    for answer in answers:
-        if (fits := _fits(explanation, answer, names)) is False:
-            return False
-        confirmed = confirmed or (fits is True and any(name in answer.answer.wrong for name in names))
-    return confirmed
-
-
-def under_a_condition(
-    explanations: list[Explanation], answers: list[WrongAnswer], names: Results, *, most: bool = False
-) -> list[Explanation]:
-    """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
-
-    Only the right answers that the mistake would make wrong count. Those with the fewest of them are returned. With
-    `most`: those that give the numbers of most wrong answers, and one feature separates these from all others.
-    """
-    wrong = [answer for answer in answers if any(name in answer.answer.wrong for name in names)]
-    sample = wrong[:: len(wrong) // 4 + 1] if most else wrong  # of an entry that is not the mistake, none fits
-    found: dict[str, tuple[int, Explanation]] = {}
-    for explanation in explanations:
-        if not (any if most else all)(_fits(explanation, answer, names) for answer in sample):
-            continue
-        fits = {answer: _fits(explanation, answer, names) for answer in answers}
-        told = [answer for answer in wrong if fits[answer]]
-        spared = [answer for answer in answers if fits[answer] is False or (answer in wrong and not fits[answer])]
-        if 2 * len(told) <= len(wrong):
-            continue
-        right, sick = ([answer.answer.question for answer in some] for some in (spared, told))
-        condition = separated(right, sick, 1 if most else 2) if spared else ""
-        if condition is not None and len(spared) < found.get(explanation.name, (len(answers), None))[0]:
-            found[explanation.name] = len(spared), replace(explanation, condition=condition)
-    least = min((count for count, _ in found.values()), default=0)
-    return [explanation for count, explanation in found.values() if count == least]
-
-
-def _in_part(explanations: list[Explanation], answers: list[WrongAnswer], names: Results) -> list[Explanation]:
-    """Those that give out and lse when some ranks make the mistake; or gradients, when nothing else is wrong by it."""
-    for words, ranks in SOME_RANKS.items() if names == FORWARD else ():
-        of_ranks = [(it.answer.ranks.get(name, ()), ranks(it.case.world_size)) for it in answers for name in names]
-        fits = all(set(wrong) <= set(sick) for wrong, sick in of_ranks)
-        if fits and (found := _fitting((replace(x, condition=words) for x in explanations), answers, names)):
-            return found
-    if names != EVERYTHING or isinstance(answers[0].case, LatentCase | StateCase):  # whose steps have one pass
-        return []
-    backward = (replace(x, change=in_backward(x.change), condition="in the backward pass") for x in explanations)
-    wrong = tuple({name for it in answers for name in it.answer.wrong})
-    alone = (replace(each, condition=f"in {wrong[0]}") for each in explanations if len(wrong) == 1)
-    return _fitting(backward, answers, names) or _fitting(alone, answers, (*FORWARD, *wrong))
-
-
-def _fits(explanation: Explanation, wrong: WrongAnswer, names: Results) -> bool | None:
-    """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper."""
-    answer, case = wrong.answer, wrong.case
-    names = tuple(name for name in names if name in answer.results)
-    if _special(case) and not any(name in answer.wrong for name in names):  # a ring may be right there by other code
-        return True
-    kept = _expected if case.seq_len < 128 else _expected.__wrapped__  # large results would fill the memory
-    parts = [names] if set(names) <= set(FORWARD) else [FORWARD, names]  # most fail by their output, which costs less
-    for part in parts:
-        expected = kept(case, explanation.change, not set(part) <= set(FORWARD), explanation.condition)
-        if not expected:
-            return None
-        if not all(wrong.near(name, expected[name]) for name in part if name in names):
-            return False
-    return True
-
-
-@lru_cache(maxsize=8192)
-def _expected(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
-    """What a ring with this mistake returns, on some ranks or on all; {} where it cannot be computed on paper."""
-    try:
-        return _on_paper(case, change, gradients, condition)
-    except (NotOnPaper, RuntimeError):  # or shapes that do not fit, where V has a head dim of its own
-        return {}
-
-
-def _on_paper(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
-    steps: Any = change
-    if isinstance(case, LatentCase):
-        return compute_latents(case, steps(LatentSteps()))
-    if isinstance(case, StateCase):
-        return compute_states(case, steps(RIGHT_STATES))
-    found = compute(case, change(RIGHT), gradients=gradients)
-    if condition not in SOME_RANKS:
-        return found
-    right, sick = compute(case, RIGHT, gradients=gradients), SOME_RANKS[condition](case.world_size)
-    of_ranks = {n: [case.cut((found if r in sick else right)[n], r) for r in range(case.world_size)] for n in found}
-    return {name: case.join(chunks) for name, chunks in of_ranks.items()}
-
-
-def _special(case: Case) -> bool:
-    """One rank, or one token on each rank: many rings treat such a case in another way."""
-    return case.world_size == 1 or case.one_token_each

@@ -15,14 +15,16 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining import diagnosis
+from ring_doctor.explaining import diagnosis, explanation
 from ring_doctor.explaining.conditions import separated, when_it_shows
-from ring_doctor.explaining.diagnosis import Explanation, diagnose
+from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.explaining.explanation import Explanation, under_a_condition
 from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.report import Report
 from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS
 from tests.doctor.examined import answer_on_paper
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
@@ -63,6 +65,16 @@ def with_result(name, mistake="scale_missing", other=lambda case, x: 1.7 * x + 0
         return results | {name: other(case, results[name])}
 
     return lambda: but(examined(worlds=worlds), change)
+
+
+def by_another_way(other=1.0):
+    """With 3 ranks out is that of a mistake, and the gradients are not those by formula. With 4, out is another."""
+
+    def change(case, x):
+        found = compute(case, variant(NAMES[0])(RIGHT), gradients=True)
+        return found | {"dq": 2 * found["dq"]} if case.world_size == 3 else x | {"out": other * x["out"]}
+
+    return lambda: but(examined(worlds=(2, 3, 3, 4)), change, lambda question: question.case.world_size > 2)
 
 
 def on_ranks(name, ranks):
@@ -176,6 +188,9 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
         for name in NAMES[:2]
         for of, it in (("odd chunks", ODD), ("grouped queries", GROUPED))
     },
+    "gradients by another way": by_another_way(),
+    "gradients by another way, and another out": by_another_way(2.0),
+    "delta_missing, and another out": unknown("delta_missing", GROUPED),
     "another everywhere": unknown(NAMES[0], lambda question: True),
     "another but without gradients": unknown(NAMES[0], lambda question: question.how == "plain"),
     "last_tile_lost": tile_lost,
@@ -237,14 +252,14 @@ def test_the_condition_that_keeps_a_mistake_from_the_fewest_right_answers_is_tol
     answers = [WrongAnswer(Answer(Question(Case(3, 18, causal=True)), WRONG, wrong={"out": 9.0}))]
     answers += [WrongAnswer(Answer(Question(Case(3, 18, seed=seed)), OK)) for seed in range(3)]
     would = {name: answers[1 : 1 + n] for name, n in zip("ab", spared, strict=True)}
-    monkeypatch.setattr(diagnosis, "_fits", lambda entry, answer, _: answer not in would[entry.name])
+    monkeypatch.setattr(explanation, "fits", lambda entry, answer, _: answer not in would[entry.name])
     entries = [Explanation((Mistake(name, "", "", 1),), lambda steps: steps) for name in "ab"]
-    found = diagnosis.under_a_condition(entries, answers, ("out",))
+    found = under_a_condition(entries, answers, ("out",))
     assert [each.name for each in found] == names
     assert {each.condition for each in found} == ({"under a causal mask"} if min(spared) else {""})
     would |= {"a": answers[:1], "b": []}  # of a second wrong answer both give the numbers: for a, half of them
     answers += [WrongAnswer(Answer(Question(Case(4, 24)), WRONG, wrong={"out": 9.0}))]
-    most = [diagnosis.under_a_condition(of, answers, ("out",), most=True) for of in (entries[:1], entries)]
+    most = [under_a_condition(of, answers, ("out",), most=True) for of in (entries[:1], entries)]
     assert [[each.name for each in of] for of in most] == [[], ["b"]]
 
 
@@ -259,13 +274,16 @@ def test_a_wrong_ring_may_round_eight_times_as_much_as_a_right_one_and_large_num
 
 
 def test_when_a_mistake_shows():
-    def when(*pairs, wrong="out"):
+    def when(*pairs, wrong="out", more=()):
         off = {OK: {}, WRONG: {wrong: 9.0}}
-        answers = [
-            Answer(Question(case), state, results={"out": 0.0, "dq": 0.0}, wrong=off[state], relative=off[state])
-            for case, state in pairs
-        ]
-        return when_it_shows(answers)[0]
+        answers, unclaimed = (
+            [
+                Answer(Question(case), state, results={"out": 0.0, "dq": 0.0}, wrong=off[state], relative=off[state])
+                for case, state in some
+            ]
+            for some in (pairs, more)
+        )
+        return when_it_shows(answers, unclaimed)[0]
 
     plain, causal = Case(3, 18), Case(3, 18, True)
     from_3 = [(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]
@@ -273,6 +291,15 @@ def test_when_a_mistake_shows():
     assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (2, 3, 4)]) == "with 3 ranks (right with 2, 4)"
     batches = [(Case(P, 6 * P, batch=B), (OK, WRONG)[P + B > 4]) for P, B in ((1, 1), (1, 2), (2, 1), (3, 1), (3, 2))]
     assert when(*batches) == "with 3 ranks (right with 1; no answer with 2), with a batch of 2 only"
+    unequal = [(Case(2, 13, batch=B), WRONG) for B in (1, 2)]
+    assert when(*batches, more=unequal[1:]) == "from 2 ranks on (right with 1), with a batch of 2 only"
+    assert when(*batches, more=unequal[:1]) == when(*batches)  # that is another mistake
+    kinds = [replace(plain, batch=B, scale=x, heads=H) for B in (1, 2) for x in (None, 0.3) for H in (2, 4)]
+    others = [replace(it, layout=of, window=n) for it in kinds for of in LAYOUTS for n in (None, 3)]
+    with_sinks = [(replace(it, sinks=True), WRONG) for it in kinds]
+    mostly = [(replace(causal, sinks=True, batch=3), OK), *((it, OK) for it in others)]
+    assert when(*with_sinks, *mostly) == "sometimes, with attention sinks only"
+    assert when(*with_sinks[:1], *mostly) == ""  # luck
     rounded = [replace(plain, dtype=torch.bfloat16, inputs=inputs) for inputs in (*UNROUNDED, "normal")]  # luck
     rounded = [(rounded[0], WRONG), *((replace(it, causal=True), OK) for it in rounded)]
     assert when(*rounded, (replace(rounded[0][0], dtype=torch.float64), OK)) == "in bfloat16 only"

@@ -32,7 +32,8 @@ from ring_doctor.asking.together import without_one
 from ring_doctor.assertion import assert_ring, examine, take_xray
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.conditions import when_it_shows
-from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation, diagnose
+from ring_doctor.explaining.diagnosis import FEW, Diagnosis, diagnose
+from ring_doctor.explaining.explanation import Explanation
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
 from ring_doctor.explaining.xray import on_paper

@@ -19,7 +19,8 @@ from ring_doctor.asking.job import CannotExamine
 from ring_doctor.asking.patient import dtype_of, patient_of
 from ring_doctor.asking.questions import Question, questions
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.explaining.diagnosis import Diagnosis, diagnose
+from ring_doctor.explaining.explanation import Explanation
 from ring_doctor.mistakes.other_ways import hosts
 from ring_doctor.patients import __main__ as command
 from ring_doctor.patients.__main__ import TABLE, rows_of, table
