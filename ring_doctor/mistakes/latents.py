@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, R
-from ring_doctor.mistakes import but, told
-
-Results = dict[str, Tensor]
+from ring_doctor.mistakes import Change, but, in_the_end, told
 
 
 def detached_after(hops: int, steps: LatentSteps, case: LatentCase, rank: int, x: Tensor) -> Tensor:
@@ -34,8 +32,8 @@ def _local(case: LatentCase) -> Tensor:
     return case.join(chunks)[0, 0, :, 0]
 
 
-def times_ranks(names: tuple[str, ...], steps: LatentSteps, case: LatentCase, results: Results) -> Results:
-    return results | {name: case.world_size * results[name] for name in names}
+def times_ranks(*names: str) -> Change:
+    return in_the_end(lambda steps, case, results: {name: case.world_size * results[name] for name in names})
 
 
 CHANGES = {
@@ -49,8 +47,6 @@ CHANGES = {
     "scale_without_the_rope": [
         but(scale=lambda steps, case: (case.head_dim - R) ** -0.5 if case.scale is None else case.scale)
     ],
-    "dw_counted_once_a_rank": [
-        but(at_the_end=partial(times_ranks, names)) for names in (("dw_k", "dw_v"), ("dw_k",), ("dw_v",))
-    ],
+    "dw_counted_once_a_rank": [times_ranks("dw_k", "dw_v"), times_ranks("dw_k"), times_ranks("dw_v")],
 }
 MISTAKES = told("Latents", CHANGES)
