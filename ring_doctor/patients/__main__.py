@@ -15,7 +15,6 @@ from ring_doctor import examine
 from ring_doctor.asking.answers import RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.asking.patient import Patient, patient_of
-from ring_doctor.report import Report
 
 TABLE = Path(__file__).parent / "results.md"
 CANNOT = "cannot be examined"
@@ -24,34 +23,19 @@ ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
 
 
 def examined(patient: Patient) -> list[str]:
-    """The cells between a patient's version and the date: the verdict, the mistake, and how wrong the results are."""
+    """The cells between a patient's version and the date: the verdict, the mistake, and when it shows."""
     try:
         report = examine(patient)
     except CannotExamine as error:
         print(error)
-        return [CANNOT, "", "", ""]
+        return [CANNOT, "", ""]
     verdict, found = SAID[report.level].lower() if report.healthy else SICK, report.diagnosis
     verdict += f", {len(report.examination.answers)} answers"
     verdict += "".join(f"; {limit}" for limit in report.limits) if report.healthy else f" ({report.level})"
     if not found:
-        return [verdict, "", "", ""]
+        return [verdict, "", ""]
     mistake = " or ".join(f"`{explanation.name}`" for explanation in found.explanations) or "not known"
-    wrong = (
-        f"{P}: " + ", ".join(f"{result} {error:.2g}" for result, error in of_world.items())
-        for P, of_world in errors(report).items()
-    )
-    return [verdict, mistake, found.when, "<br>".join(wrong)]
-
-
-def errors(report: Report) -> dict[str, dict[str, float]]:
-    """For each number of ranks the largest relative error (Frobenius norm) of the wrong results, of plain questions."""
-    largest: dict[str, dict[str, float]] = {}
-    for answer in report.diagnosis.answers if report.diagnosis else ():
-        if answer.question.how == "plain" and answer.case.inputs == "normal":
-            of_world = largest.setdefault(str(answer.case.world_size), {})
-            for name in answer.wrong:
-                of_world[name] = max(of_world.get(name, 0.0), float(f"{answer.relative[name]:.2g}"))
-    return largest
+    return [verdict, mistake, found.when]
 
 
 def rows_of(text: str) -> dict[str, str]:
@@ -70,10 +54,10 @@ def table(rows: dict[str, str]) -> str:
     lines = [
         "# What the doctor found in public rings\n",
         "Written by `python -m ring_doctor.patients`, on CPUs with gloo. Nothing is said about GPUs. "
-        "[README.md](README.md) says what runs and what was replaced. Errors are relative, in the Frobenius norm, the "
-        "largest of all plain questions, for each number of ranks.\n",
-        "| patient | version | verdict | mistake | it shows | errors | date |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "[README.md](README.md) says what runs and what was replaced. The [findings](findings/README.md) say how large "
+        "errors are.\n",
+        "| patient | version | verdict | mistake | it shows | date |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(rows[name] for name in sorted(rows, key=place)),
     ]
     return "\n".join(lines) + "\n"
