@@ -1,16 +1,16 @@
 """The catalogue, continued: what goes wrong where a sequence is shared in another way than by a flat ring.
 
-    all-gather    every rank gathers all K and V                    hybrid        all-to-all in a row, a ring across
-    all-to-all    tokens of all heads <-> all tokens of some heads  double ring   a ring in each host, a ring of hosts
+    all-gather    every rank gathers all K and V
+    all-to-all    tokens of all heads <-> all tokens of some heads
+    double ring   a ring in each host, a ring of hosts: 2 x 2 ranks where there are 4, and one host otherwise
 
 Their right results are those of a ring, because all compute the same attention. So a mistake of theirs replaces a step
-of the ring on paper too. Two need a mesh. It has 2 x 2 ranks where there are 4, and one row otherwise.
+of the ring on paper too.
 
 Shapes: those of paper_ring.py.
 
 Before: masks.py. After: gradients.py.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Fang and Zhao 2024 (USP), section 4; Llama team 2024,
-section 3.3.2 (all-gather).
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Llama team 2024, section 3.3.2 (all-gather).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from ring_doctor.mistakes.travel import in_hand
 
 
 def hosts(world_size: int) -> tuple[int, int]:
-    """(hosts, ranks of a host), or (rows, ranks of a row): rank = host · ranks of a host + device."""
+    """(hosts, ranks of a host): rank = host · ranks of a host + device."""
     return (2, 2) if world_size == 4 else (1, world_size)
 
 
@@ -90,19 +90,6 @@ def undone_by_its_own_order(case: Case, rank: int) -> Tensor:
     return torch.cat([case.positions(r) for r in range(case.world_size)]).argsort().split(lengths_of(case))[rank]
 
 
-def in_order_of_the_row(case: Case, rank: int) -> Tensor:
-    """(C,): the positions of a row's tokens, dealt out rank by rank."""
-    _, per_row = hosts(case.world_size)
-    row, number = divmod(rank, per_row)
-    parts = [case.positions(row * per_row + i) for i in range(per_row)]
-    return torch.cat(parts).sort().values.split([len(part) for part in parts])[number]
-
-
-def mirrored(case: Case, rank: int) -> Tensor:
-    rows, per_row = hosts(case.world_size)
-    return case.positions(rank % per_row * rows + rank // per_row)
-
-
 # Two speeds of wire ------------------------------------------------------------------------------------------------
 
 
@@ -152,8 +139,6 @@ CHANGES = {
         *(triangle_of_gathered(at, from_the_end=True) for at in (as_gathered, Case.positions))
     ],
     "layout_undone_the_wrong_way": [believed(undone_by_its_own_order)],
-    "positions_of_the_inner_layout": [believed(in_order_of_the_row)],
-    "groups_exchanged": [believed(mirrored)],
     "slow_hop_a_round_early": [double_ring(1)],
     "next_host_missing": [double_ring(0, rounds=lambda steps, case, rank: hosts(case.world_size)[1])],
 }
