@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_doctor.asking.case import Case
 from ring_doctor.mistakes import Change, but, told
-from ring_doctor.mistakes.masks import Pairs, sees
+from ring_doctor.mistakes.masks import sees
 from ring_doctor.mistakes.paper_ring import Rows, Scores, Steps, Values
 
 
@@ -30,10 +30,6 @@ def in_order(at: Callable[[int, int], int], **more: Callable[..., Any]) -> Chang
         **more,
     )
     return in_backward(wrong)
-
-
-def left_out(of: Callable[[Pairs], bool]) -> Change:
-    return in_backward(sees(lambda x: x.seen & (not (x.case.world_size > 1 and of(x)))))
 
 
 def lse_of_the_last(*, seen: bool) -> Change:
@@ -84,7 +80,6 @@ def in_dtype(dtype: torch.dtype | None, *, parts_too: bool = False) -> Callable[
 
 CHANGES = {
     "keys_of_hop_0": [in_backward(but(in_hand=lambda steps, case, rank, t: (rank, rank)))],
-    "block_left_out_in_backward": [left_out(lambda x: x.j == (x.r + 1) % x.case.world_size), left_out(lambda x: x.own)],
     "lse_of_the_last_block": [lse_of_the_last(seen=False), lse_of_the_last(seen=True)],
     "lse_of_the_first_sequence": [but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))],
     "lse_of_the_block": [but(weights=own_weights)],
