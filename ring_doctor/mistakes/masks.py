@@ -143,11 +143,6 @@ CHANGES = {
         causal(lambda x: x.n < x.i if x.own or (x.striped and x.before) else x.seen),
         causal(lambda x: x.n < x.i - int(x.after) if x.own or x.striped else x.seen),  # and of those of later ranks
     ],
-    "strict_in_far_blocks": [
-        causal(lambda x: x.seen if x.own else x.n < x.i),
-        causal(lambda x: x.seen if x.own else (x.n < x.i) & x.before),
-        causal(lambda x: x.seen if x.own else (x.n < x.i) & x.seen),
-    ],
     "key_lost_at_a_border": [
         # the last or the first key of each block of other ranks, or of each block
         *map(lambda at: sees(lambda x: x.seen & ((x.n != at % x.keys) | x.own)), (-1, 0)),
@@ -158,10 +153,6 @@ CHANGES = {
     "next_token_seen": [causal(lambda x: x.c <= x.p + 1), causal(lambda x: x.c <= x.p + 1 if x.own else x.seen)],
     "chunk_index_under_zigzag": [causal(lambda x: x.n <= x.i if x.own else x.before)],
     "halves_swapped": [causal(lambda x: x.believed(lambda case, r: case.positions(r).roll(x.rows // 2 * x.zigzag)))],
-    "other_half_of_the_keys": [causal(lambda x: x.n >= x.keys // 2 if x.zigzag and x.before else x.seen)],
-    "other_half_of_the_queries": [causal(lambda x: x.i < x.rows // 2 if x.zigzag and x.after else x.seen)],
-    "striped_diagonal_kept": [causal(lambda x: x.n <= x.i if x.striped and x.after else x.seen)],
-    "striped_diagonal_lost": [causal(lambda x: x.n < x.i if x.striped and x.before else x.seen)],
     **{f"positions_of_{layout}": [believed(partial(in_place_of, layout))] for layout in LAYOUTS},
     "last_tile_lost": [*(whole_tiles(tile) for tile in (128, 64, 256))],
     "window_ignored": [sees(lambda x: x.of(window=None))],
