@@ -16,7 +16,7 @@ from ring_doctor.asking.answers import OK, REFUSED, WRONG, Answer, Examination, 
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import BESIDE, LSE, Question, kind, questions
-from ring_doctor.asking.sixteen_bits import compared_under_autocast, rounded_early
+from ring_doctor.asking.sixteen_bits import compared_under_autocast
 from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_given, dtype_asked, takes, why
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
@@ -59,7 +59,6 @@ def examination_of(
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)
-    found.remarks += rounded_early(found.answers) if found.healthy else []
     if quick:
         every = sum(len(list(questions(found.patient, P, dtype_asked(found), seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"

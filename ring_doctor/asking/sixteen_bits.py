@@ -1,4 +1,4 @@
-"""How exact 16 bits can be: beside one rounding, and beside plain attention under autocast.
+"""How exact 16 bits can be under autocast: as exact as plain attention.
 
 Before: answers.py. After: job.py.
 Source: the PyTorch manual, torch.amp: which operations autocast computes in 16 bits.
@@ -9,27 +9,11 @@ from collections.abc import Sequence
 from ring_doctor.asking.answers import OK, WRONG, Answer, judge
 from ring_doctor.asking.calls import under_autocast
 
-ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
 PRODUCTS = (
     "under autocast torch multiplies in 16 bits, and what is summed of such products is in 16 bits too: it is then as "
     "exact as plain attention. With autocast disabled inside, or torch.amp.custom_fwd, its sums would stay in float32"
 )
 ONE_BIT = 2  # times the error of plain attention: as exact but for a bit
-ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
-
-
-def rounded_early(answers: Sequence[Answer]) -> list[str]:
-    """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
-    times = []
-    for answer in answers:
-        case = answer.case
-        usual = (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal")
-        if answer.results and usual and not case.one_token_each:  # one value by itself rounds nothing
-            exact = case.right()["out"].exact
-            once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
-            times.append(answer.relative["out"] / once)
-    mean = sum(times) / max(1, len(times))
-    return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
 
 
 def compared_under_autocast(answers: Sequence[Answer]) -> list[str]:
