@@ -4,7 +4,7 @@
 
 docs/doctor_in_ci.md says what a level means. Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
 
-Before: calls.py, what one rank returns. After: sixteen_bits.py; job.py, which gives an answer whatever the ranks do.
+Before: calls.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
 Source: the bound is derived in ../../ringlab/support/rounding.py.
 """
 

@@ -6,17 +6,17 @@ Before: taken.py. After: explaining/diagnosis.py, which names the mistake.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import torch
 
-from ring_doctor.asking.answers import OK, REFUSED, WRONG, Answer, Examination, excused, other_numbers
+from ring_doctor.asking.answers import OK, REFUSED, WRONG, Answer, Examination, excused, judge, other_numbers
+from ring_doctor.asking.calls import under_autocast
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import BESIDE, LSE, Question, kind, questions
-from ring_doctor.asking.sixteen_bits import compared_under_autocast
 from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_given, dtype_asked, takes, why
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
@@ -25,6 +25,11 @@ LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer
 LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
 DRAWS = "it takes random numbers from torch's generator, as dropout does"
 WHOLE = "each rank returns the whole gradient of what is learned, and not its part: nothing may sum it once more"
+PRODUCTS = (
+    "under autocast torch multiplies in 16 bits, and what is summed of such products is in 16 bits too: it is then as "
+    "exact as plain attention. With autocast disabled inside, or torch.amp.custom_fwd, its sums would stay in float32"
+)
+ONE_BIT = 2  # times the error of plain attention: as exact but for a bit
 
 
 def examination_of(
@@ -183,3 +188,19 @@ def ask_again(job: Job, question: Question) -> Answer:
         if again.state != answer.state or (answer.state == WRONG and other_numbers(answer, again)):
             return replace(answer if answer.state == WRONG else again, changes=True)
     return answer
+
+
+def compared_under_autocast(answers: Sequence[Answer]) -> list[str]:
+    """Take sums in 16 bits under autocast only for right, where plain attention is no more exact; say so."""
+    under = [answer for answer in answers if answer.question.how == "autocast"]
+    right = [answer.case for answer in answers if answer.state == OK and answer not in under]
+    wrong = [answer for answer in under if answer.state == WRONG]
+    usual = [answer for answer in under if answer.state == OK and answer.case.inputs == "normal"]
+    if not (wrong and usual) or any(answer.case not in right for answer in wrong):
+        return []  # the same numbers in 16 bits are wrong too: its own sums are to blame
+    errors = [(its.relative, judge(its.question, under_autocast(its.case)).relative) for its in usual]
+    if any(sum(its[x] - ONE_BIT * of[x] for its, of in errors) > 0 for x in errors[0][0].keys() & errors[0][1]):
+        return []
+    for answer in wrong:
+        answer.state, answer.wrong, answer.says = OK, {}, "as exact as plain attention under autocast"
+    return [PRODUCTS]

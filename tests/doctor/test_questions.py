@@ -19,10 +19,9 @@ from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Examination, judge, right_results
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.examination import in_turn
+from ring_doctor.asking.examination import PRODUCTS, compared_under_autocast, in_turn
 from ring_doctor.asking.patient import dtype_of, patient_of
 from ring_doctor.asking.questions import LSE, WAYS, Question, kind, questions
-from ring_doctor.asking.sixteen_bits import PRODUCTS, compared_under_autocast
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.flash_ring import ring_flash_attention
