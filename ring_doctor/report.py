@@ -174,8 +174,8 @@ class Report:
         many = f"{len(names)} known mistakes apart" if names[FEW:] else f"these explanations apart: {', '.join(names)}"
         said += [f"no question tells {many}"] if names[1:] else []
         if diagnosis and diagnosis.rest:
-            cause = " or ".join(found.words for found in diagnosis.others) or "another mistake"
-            said.append(f"it does not explain {diagnosis.rest} ({diagnosis.count} of the wrong answers): {cause} does")
+            cause = " or ".join(f"{of.words} does" for of in diagnosis.others) or "another mistake may"
+            said.append(f"it does not explain {diagnosis.rest} ({diagnosis.count} of the wrong answers): {cause}")
         elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
             said.append(OUT_FIRST)
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
