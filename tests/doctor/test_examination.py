@@ -192,6 +192,9 @@ REPORTS = {
     "limited beside unequal chunks": Report(
         Examination(PATIENT, [SECOND[0], answer(UNEQUAL_CHUNKS, FAILED)], limits=["x"]), None, ""
     ),
+    "no word of lse beside a wrong ring": Report(
+        Examination(PATIENT, [answer(PLAIN, WRONG), answer(OF_LSE, WRONG)]), None, ""
+    ),
     **{name: Report(Examination(PATIENT, answers), None, "none was taken") for name, answers in TEXTS.items()},
     **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
     **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
