@@ -74,7 +74,7 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     state = examination.patient.state
     of_kind = latents.MISTAKES if state == LATENTS else states.MISTAKES if state else CATALOGUE
     found, follow = _explain(asked := _telling(answered), of_kind.values(), progress)
-    if not found and any("out" in it.answer.wrong for it in asked):  # by another mistake than some gradients
+    if not found and any("out" in it.answer.wrong for it in asked):  # where out is right another mistake may be
         right = [it for it in asked if "out" not in it.answer.wrong]
         found, follow = _explain(right, of_kind.values(), progress)
     faults = [it for it in examination.faults if it.state == WRONG and it.results]
