@@ -47,6 +47,11 @@ OF_LARGE_SCORES = Finding(
     "Scores of some hundreds show it: in 16 bits a score or an lse of 800 is off by up to 2, and a weight by e^2 times",
     "the dtype of the scores, of m and of lse",
 )
+OF_MANY_TOKENS = Finding(
+    "In 16 bits only sequences of more than 256 tokens are wrong",
+    "positions, numbers of tokens and masks: above 256 bfloat16 has even numbers only. Then look at sums over tokens",
+    "wrong with more than 256 tokens only",
+)
 DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
     "out": "of the running output, of l and of what is merged",
     "lse": "of m, l and lse",
@@ -147,6 +152,8 @@ def _of_rounding(wrong: list[Answer]) -> list[Finding]:
     usual = [answer for answer in wrong if answer.case.inputs != "large"]
     names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
     said = [OF_LARGE_SCORES] if len(usual) < len(wrong) else []
+    if usual and all(answer.case.seq_len > 256 for answer in usual):
+        return [*said, OF_MANY_TOKENS]
     return said + [Finding(f"{name} is rounded to 16 bits too often", f"the dtype {DTYPES[name]}") for name in names]
 
 

@@ -149,10 +149,10 @@ def known(case):
     return noise("dq")(case, x := compute(case)) | {"dk": 0 * x["dk"]}
 
 
-def imprecise(inputs, wrong):
+def imprecise(inputs, wrong, tokens=32):
     """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
     factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
-    return planted(times(lambda P: factor, wrong), [Case(4, 32, inputs=inputs, dtype=torch.bfloat16)])[0]
+    return planted(times(lambda P: factor, wrong), [Case(4, tokens, inputs=inputs, dtype=torch.bfloat16)])[0]
 
 
 def unequal(*names):
@@ -279,6 +279,8 @@ TOLD_OF = {  # the answers, or these and an X-ray
     "answers that change": lambda: [replace(each, changes=True) for each in planted(noise("dq"))],
     "dq times 2, and what was never claimed": lambda: planted(TWICE) + unequal(),
     "dq imprecise": lambda: [imprecise("normal", "dq")],
+    "dq of many tokens imprecise": lambda: [imprecise("normal", "dq", 260)],
+    "dq of few tokens too": lambda: [imprecise("normal", "dq", tokens) for tokens in (260, 256)],
     "dk and out imprecise": lambda: [imprecise("normal", "dk"), imprecise("normal", "out")],
     "large out imprecise": lambda: [imprecise("large", "out")],
     "large out and dv imprecise": lambda: [imprecise("large", "out"), imprecise("normal", "dv")],
