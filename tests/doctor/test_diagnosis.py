@@ -67,6 +67,17 @@ def with_result(name, mistake="scale_missing", other=lambda case, x: 1.7 * x + 0
     return lambda: but(examined(worlds=worlds), change)
 
 
+def unclaimed():
+    """From 2 ranks on wrong with a batch of 2. With 5 only chunks of unequal length were asked with one."""
+    cases = [Case(P, 6 * P, batch=B) for P in (1, 3, 4, 5) for B in (1, 2) if P * B < 10]
+    asked = [*map(Question, cases), Question(Case(5, 31, batch=2), feature=UNEQUAL)]
+
+    def change(case, x):
+        return x | {"out": 1.7 * x["out"] + 0.1} if case.batch > 1 < case.world_size else x
+
+    return Examination(PATIENT, [answer_on_paper(question, change=change) for question in asked])
+
+
 def by_another_way(other=1.0):
     """With 3 ranks out is that of a mistake, and the gradients are not those by formula. With 4, out is another."""
 
@@ -190,6 +201,7 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
     },
     "gradients by another way": by_another_way(),
     "gradients by another way, and another out": by_another_way(2.0),
+    "with 5 ranks where nobody claims it": unclaimed,
     "delta_missing, and another out": unknown("delta_missing", GROUPED),
     "another everywhere": unknown(NAMES[0], lambda question: True),
     "another but without gradients": unknown(NAMES[0], lambda question: question.how == "plain"),

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.asking.calls import call, lse_of, options, ours, theirs
+from ring_doctor.asking.calls import OFTEN, call, lse_of, options, ours, theirs
 from ring_doctor.asking.case import Case, positions
+from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import ENOUGH, SPINS, hang, lines_of_ranks, rest
 from ring_doctor.asking.names import ByName, by_name, named, portable
 from ring_doctor.asking.patient import CONSTANTS, Patient, arguments_of, patient_of
@@ -399,3 +400,4 @@ def test_a_rank_rests_that_computes_nothing_or_for_long_in_a_line_of_the_user(tm
     (tmp_path / "0").write_text("".join([SLEEPS] * SPINS))
     (tmp_path / "1").write_text("".join(looks))
     assert rest(tmp_path, [0, 1]) == rests
+    assert SPINS * OFTEN * SECONDS < 60  # seconds in which a ring is told
