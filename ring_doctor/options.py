@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--forward-only", dest="gradients", action="store_const", const=False, help="do not ask for gradients")
     add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have equally many tokens")
     add("--one-head-dim", dest="own_values", action="store_const", const=False, help="V has the head size of K")
-    add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this alone, as float16 (else in three, without it)")
+    add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this dtype alone (else float64, float32, bfloat16)")
     add("--worlds", type=_numbers, metavar="1,2,3,4", help=f"ranks, {MOST} at most")
 
     add = parser.add_argument_group("in which shapes").add_argument
