@@ -61,24 +61,11 @@ def times_p(power: float, *names: str) -> Change:
     return changed(lambda x: x * len(x) ** power, *names)
 
 
-def rolled(by: int, *names: str) -> Change:
-    return changed(lambda x: x.roll(by, -2), *names)
-
-
 # The parts of dq, dk and dv that a tile adds, and where they go -----------------------------------------------------
 
 
 def parts(wrong: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Change:
     return but(parts=lambda steps, *given: wrong(*given))
-
-
-def in_the_other_half(
-    steps: Steps, d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    d_q, d_k, d_v = steps.parts(d_q, d_k, d_v, scale)
-    half = d_k.shape[2] // 2
-    unseen = not d_v[:, :, half:].any()  # no query sees the later half
-    return (d_q, d_k.roll(half, dims=2), d_v.roll(half, dims=2)) if unseen else (d_q, d_k, d_v)
 
 
 def of_turn(turn: int) -> Change:
@@ -117,7 +104,6 @@ CHANGES = {
     "gradients_summed_over_ranks": [changed(SUM, *KV), changed(MEAN, *KV)],
     "dq_averaged_over_ranks": [changed(MEAN, "dq"), changed(SUM, "dq")],
     "wrong_slice_of_the_gradient": [changed(lambda x: x[:1], *KV), changed(lambda x: x[-1:], *KV), in_the_end(in_runs)],
-    "gradient_rows_rolled": [*(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))],
     "gradients_not_sent_home": [
         changed(lambda x: x.roll(-1, 0), *KV),
         changed(lambda x: x.roll(-hosts(len(x))[1], 0), *KV),  # a slow hop of a double ring
@@ -128,7 +114,6 @@ CHANGES = {
     "gradients_travel_other_way": [but(home=lambda steps, part: (2 * part.rank - part.block) % part.world_size)],
     "own_queries_only": [but(home=lambda steps, part: part.block if part.block == part.rank else None)],
     "gradients_stay_where_they_are_computed": [but(home=lambda steps, part: part.rank)],
-    "gradients_in_the_other_half": [but(parts=in_the_other_half)],
     "group_sum_missing": [of_group(lambda x: x[:, -1]), of_group(lambda x: x[:, 0])],
     "group_mean": [of_group(lambda x: x.mean(dim=1))],
     "replicated_head_gradient_not_summed": [of_one_copy(torch.Tensor.min), of_one_copy(torch.Tensor.max)],
@@ -140,7 +125,6 @@ CHANGES = {
     "dk_dv_over_p": [times_p(-1, *KV)],
     "dq_over_p": [times_p(-1, "dq")],
     "gradients_over_p_squared": [times_p(-2, *ALL)],
-    "gradients_times_root_p": [times_p(0.5, *ALL)],
     "no_gradient": [changed(torch.zeros_like, *ALL)],
     "no_gradient_of_keys_and_values": [changed(torch.zeros_like, *KV)],
     "no_gradient_of_one_input": [changed(torch.zeros_like, name) for name in ("dk", "dv", "dq")],
