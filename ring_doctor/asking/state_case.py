@@ -6,22 +6,23 @@
 
 Shapes: q, k, v and out (B, H, S, D), beta (B, H, S), log_decay as beta or as k, a state (B, H, D, D), x (B, H·D, S).
 
-Before: case.py. After: questions.py, which asks; mistakes/states.py, the ring of states on paper.
-Source: ../../ringlab/states/linear_attention.py gives the right results, token by token.
+On paper a rank's tokens write from an empty state, and the state handed to it fades beside them. The state of a
+convolution is the last n tokens. One rank gives the right results, token by token.
+
+Before: case.py. After: questions.py, which asks; mistakes/states.py, the steps that go wrong.
+Source: Yang et al. 2025, section 3; ../../ringlab/states/linear_attention.py, with which a test compares it.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad
 
 from ring_doctor.asking.case import Case
-from ringlab.states.linear_attention import recurrence
 from ringlab.support.rounding import Right
 
 TAPS = 4  # of the convolution
@@ -66,35 +67,21 @@ class StateCase(Case):
         return f"{words}{', a decay for each key' if self.each_key else ''}, {self.layout}"
 
     def right(self) -> dict[str, Right]:
-        """The right results, document by document, and how far rounding may move them."""
-        return right_of(self, exact_states)
+        """The right results, and how far rounding may move them."""
+        return right_of(self, compute_states)
 
 
 @lru_cache(maxsize=512)
 def right_of(case: Case, compute: Callable[[Any], dict[str, Tensor]]) -> dict[str, Right]:
-    """Its exact results, and their roundings: each of S tokens adds one of D + 3 operations to a sum.
+    """Its exact results, of one rank, and their roundings: each of S tokens adds one of D + 3 operations to a sum.
 
     No map of a state enlarges what it holds; a softmax is a mean.
     """
-    exact = compute(case)
+    exact = compute(replace(case, world_size=1, layout="contiguous"))
     size = max(float(x.norm()) for x in exact.values())
     wide = torch.promote_types(case.dtype, torch.float32)
     rounding = case.seq_len * (case.head_dim + 3) * torch.finfo(wide).eps * size
     return {name: Right(x, torch.full_like(x, rounding), case.dtype, "sums over tokens") for name, x in exact.items()}
-
-
-def exact_states(case: StateCase) -> dict[str, Tensor]:
-    outs, (inputs, d_out) = [], leaves(case)
-    of_tokens, learned = inputs[: len(case.names)], dict(zip(case.learned, inputs[len(case.names) :], strict=True))
-    for part in zip(*(x.split(list(case.documents or (case.seq_len,)), dim=2) for x in of_tokens), strict=True):
-        if case.taps:
-            x = channels(pad(part[0], (0, 0, case.taps - 1, 0)))
-            outs.append(tokens(conv1d(x, learned["weight"][:, None], groups=x.shape[1]), case))
-        else:
-            more: dict[str, Any] = dict(zip(case.given, part[3:], strict=True))
-            more |= {} if outs else learned  # the first document begins with the state
-            outs.append(recurrence(*part[:3], **more)[0])
-    return with_gradients(case, torch.cat(outs, dim=2), inputs, d_out)
 
 
 def leaves(case: Case) -> tuple[list[Tensor], Tensor]:
@@ -125,6 +112,82 @@ def weight(case: Case) -> Tensor:
     """(H·D, TAPS): the taps of every channel."""
     numbers = torch.linspace(0.5, 1.5, case.heads * case.head_dim * TAPS, dtype=torch.float64)
     return numbers.view(-1, TAPS).to(case.dtype)
+
+
+# On paper -------------------------------------------------------------------------------------------------------------
+
+After = Callable[..., Tensor]  # ranks: the state after their tokens, one rank after the other, from an empty one
+Begins = Callable[[int, int, After], Tensor]  # what a rank of P begins with
+
+
+def right_token(h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
+    """The state after a token: k (..., D, 1), v (..., 1, D), decay (..., 1 or D, 1), beta (..., 1, 1)."""
+    h = decay * h
+    return h + k @ (v if beta is None else beta * (v - k.mT @ h))
+
+
+def moved_on(h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
+    """The last TAPS tokens (..., TAPS, D) of a convolution after token v, the newest first: its state."""
+    return torch.cat([v, decay * h[..., :-1, :]], dim=-2)
+
+
+def all_before(rank: int, P: int, after: After) -> Tensor:
+    return after(*range(rank))
+
+
+@dataclass(frozen=True)
+class StateSteps:
+    """The steps of a ring of states. Ranks and starts are those of the whole sequence, `at` the tokens of a rank."""
+
+    token: Callable[..., Tensor] = right_token
+    begins: Begins = all_before
+    lent: Begins = all_before  # the same in a convolution
+    reads: Callable[[Tensor], Tensor] = lambda decay: decay  # of the handed state, as the rank's tokens read it
+    passes: Callable[[Tensor], Tensor] = lambda decay: decay  # and as it passes through the rank
+    starts: Callable[[Tensor, Tensor], Tensor] = lambda starts, at: starts[at]  # whether a token begins a document
+
+
+RIGHT_STATES = StateSteps()
+
+
+def compute_states(case: StateCase, steps: StateSteps = RIGHT_STATES) -> dict[str, Tensor]:
+    """Every result of a ring with these steps: {name: whole}. Raises RuntimeError unless it is contiguous."""
+    if case.layout != "contiguous":
+        raise RuntimeError("a rank has several runs of tokens")
+    inputs, d_out = leaves(case)
+    x = dict(zip((*case.names, *case.learned), inputs, strict=True))
+    k, beta, decay = x["k"], x.get("beta"), x.get("log_decay", torch.zeros_like(x["q"][..., 0])).exp()
+    decay = decay if case.each_key else decay[..., None]
+    starts = torch.zeros(case.seq_len, dtype=torch.bool)
+    starts[torch.tensor((case.documents or ())[:-1], dtype=torch.int64).cumsum(0)] = True
+    weight = x.get("weight", inputs[0].new_zeros(case.heads, case.head_dim, TAPS))
+    taps = weight.view(case.heads, case.head_dim, TAPS).mT.flip(1)  # (H, TAPS, D), the newest first
+    token, begins, v = (moved_on, steps.lent, x["q"]) if case.taps else (steps.token, steps.begins, x["v"])
+    empty = v.new_zeros(case.batch, case.heads, TAPS if case.taps else case.head_dim, case.head_dim)
+
+    def run(rank: int, h: Tensor, values: Tensor, fades: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        at, outs = case.positions(rank), []
+        kept = fades(decay[:, :, at]) * ~steps.starts(starts, at)[:, None]
+        for i, t in enumerate(at.tolist()):
+            betas = None if beta is None else beta[:, :, t, None, None]
+            h = token(h, k[:, :, t, :, None], values[:, :, t, None], kept[:, :, i, :, None], betas)
+            scaled = x["q"][:, :, t, None] * case.head_dim**-0.5
+            outs.append((taps * h).sum(dim=2, keepdim=True) if case.taps else scaled @ h)
+        return torch.cat(outs, dim=2), h
+
+    @cache
+    def alone(rank: int) -> tuple[Tensor, Tensor]:
+        return run(rank, empty, v, lambda decay: decay)
+
+    @cache
+    def after(*ranks: int) -> Tensor:
+        *before, last = ranks or (None,)
+        first = x.get("state", empty)
+        return first if last is None else alone(last)[1] + run(last, after(*before), 0 * v, steps.passes)[1]
+
+    ranks, P = range(case.world_size), case.world_size
+    out = torch.cat([alone(r)[0] + run(r, begins(r, P, after), 0 * v, steps.reads)[0] for r in ranks], dim=2)
+    return with_gradients(case, out, inputs, d_out)
 
 
 # A convolution as a function of q, k and v -------------------------------------------------------------------------

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
-from ring_doctor.asking.state_case import StateCase
+from ring_doctor.asking.state_case import RIGHT_STATES, StateCase, compute_states
 from ring_doctor.explaining.conditions import separated
 from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Change, Mistake
 from ring_doctor.mistakes.backward import in_backward
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
-from ring_doctor.mistakes.states import RIGHT_STATES, compute_states
 
 FORWARD = ("out", "lse")
 OF_KINDS = ("dlog_decay", "dbeta", "dstate", "dweight", "drope_keys", "dlatents", "dw_k", "dw_v")  # of states, latents
@@ -137,7 +136,7 @@ def expected(case: Case, change: Change, gradients: bool, condition: str) -> dic
     """What a ring with this mistake returns, on some ranks or on all; {} where it cannot be computed on paper."""
     try:
         return _on_paper(case, change, gradients, condition)
-    except (NotOnPaper, RuntimeError):  # or shapes that do not fit, where V has a head dim of its own
+    except (NotOnPaper, RuntimeError):  # or shapes that do not fit; states in runs of tokens
         return {}
 
 

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from ring_doctor.asking.examination import examination_of
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.patient import OPTION, patient_of
-from ring_doctor.asking.state_case import Convolution, StateCase
+from ring_doctor.asking.state_case import RIGHT_STATES, Convolution, StateCase, channels, compute_states
 from ring_doctor.assertion import examine
 from ring_doctor.explaining import xray
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes import latents
-from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
+from ring_doctor.mistakes.states import MISTAKES
 from ring_doctor.report import Report, as_json, page
 from ringlab.ring.latent_ring import ring_latent_attention
-from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
+from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, recurrence, states_along
 from ringlab.states.short_convolution import ring_short_convolution
 from ringlab.states.state_ring import ring_linear_attention
 from tests.doctor.examined import on_these
@@ -194,8 +194,24 @@ def cases():
             yield StateCase(P, S, True, documents=documents, batch=2, given=given, **more)
 
 
+def by_recurrence(case):
+    """out, document by document."""
+    *inputs, _ = case.whole()
+    outs, state = [], case.learned.get("state")
+    for q, k, v, *more in zip(*(x.split(list(case.documents or (case.seq_len,)), dim=2) for x in inputs), strict=True):
+        if case.taps:
+            x = torch.nn.functional.pad(channels(q), (case.taps - 1, 0))
+            row = torch.nn.functional.conv1d(x, case.learned["weight"][:, None], groups=x.shape[1])
+            outs.append(row.unflatten(1, q.shape[1::2]).mT)
+        else:
+            outs.append(recurrence(q, k, v, **dict(zip(case.given, more, strict=True)), state=state)[0])
+        state = None  # the first document begins with it
+    return torch.cat(outs, dim=2)
+
+
 def test_on_paper_a_ring_without_a_mistake_is_right():
     for case in cases():
+        assert case.right()["out"].accepts(by_recurrence(case)), case.words()
         for name, x in compute_states(case).items():
             assert case.right()[name].accepts(x), f"{name} of {case.words()}"
 
