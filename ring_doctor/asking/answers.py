@@ -46,7 +46,7 @@ class Answer:
     raised: bool = False  # all ranks raised an exception
     kind: str = ""  # of the first exception: "ValueError", "NameError", ...
     where: str = ""  # its line in the user's code
-    returned: bool = False  # that was the doctor's own: the patient returned what is no attention
+    returned: bool = False  # that was the doctor's own: it returned what is no attention, or changed an input
     wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # (largest error, what rounding allows there)
     relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
@@ -84,7 +84,8 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
     """Compare what all ranks returned with the right results."""
     case = question.case
     faults = list(dict.fromkeys(fault for each in of_ranks for fault in each.faults))
-    answer = Answer(question, OK, draws=any(of.draws for of in of_ranks), lse_grad=all(of.lse_grad for of in of_ranks))
+    answer = Answer(question, OK, returned=bool(faults), draws=any(of.draws for of in of_ranks))
+    answer.lse_grad = all(of.lse_grad for of in of_ranks)
     answer.unawaited = tuple(dict.fromkeys(line for of in of_ranks for line in of.unawaited))
     right = right_results(question)
     for name in of_ranks[0].results:

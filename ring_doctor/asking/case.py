@@ -204,17 +204,17 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=torch.float64)
     sink[..., -1] = 1 / scale
-    q, k, v, d_out = (pad(x, (0, 1)) for x in (q, k, v, d_out))
+    q, k = pad(q, (0, 1)), pad(k, (0, 1))
     q[..., -1] = case.sink_scores()[:, None]
     visible = pad(case.visible(), (0, 1), value=True)
     k, v = torch.cat([k, sink], dim=2), pad(v, (0, 0, 0, 1))
     results = exact_attention(q, k, v, d_out, visible=visible, scale=scale, fused_blocks=case.world_size)
-    own = (..., slice(case.seq_len), slice(case.head_dim))  # without the sink
-    of_heads = {name: x for name, x in results.items() if name != "lse"}
+    of_v = {name: (..., slice(case.seq_len), slice(None)) for name in ("out", "dv")}
+    own = of_v | {name: (..., slice(case.seq_len), slice(case.head_dim)) for name in ("dq", "dk")}  # without the sink
     rows, sums = (x[..., -1] for x in (results["dq"].exact, results["dq"].sums))  # what each row adds to its sink
     more = (1 + rows[:, 0].numel() ** 0.5) * torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
     d_sinks = replace(results["dq"], exact=rows.sum((0, 2)), sums=(sums + more * rows.abs()).sum((0, 2)))
-    found = {name: replace(x, exact=x.exact[own], sums=x.sums[own]) for name, x in of_heads.items()}
+    found = {n: replace(results[n], exact=results[n].exact[at], sums=results[n].sums[at]) for n, at in own.items()}
     return results | found | {"dsinks": d_sinks}
 
 

@@ -134,15 +134,26 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
             others = tuple(replace(case, seq_len=n * case.seq_len) for n in (1, 3)) if how == AFTER else ()
             yield Question(replace(case, **change), how, feature=feature, others=others)
         for case in cases:
-            for all_of, mask in together(patient, case):
-                yield Question(all_of, feature=feature_of(all_of), together=mask)
-            if "group" in patient.takes and max(patient.worlds) > P > 1:
-                first = 1 if P == LEAST else 2  # ranks 1, 2, 3 of 4; and 0, 2, 3, 4 of 5, whose numbers have a gap
-                for each in (case, replace(case, window=3)) if case.causal and "window" in patient.takes else (case,):
-                    yield Question(each, members=(*range(first - 1), *range(first, P + 1)))
+            yield from _of_all(patient, case)
     yield from _of_lengths(patient, plain)
     yield from _of_masks(patient, plain)
     yield from _beside(patient, plain[-1])
+
+
+def _of_all(patient: Patient, case: Case) -> Iterator[Question]:
+    """All options at once; the same in other dtypes, with a V of its own size, and in a part of the job."""
+    P, D = case.world_size, case.head_dim
+    others: dict[str, Any] = {x: {"dtype": dtype_of(x)} for x in patient.dtypes if dtype_of(x) != case.dtype}
+    others |= {VALUES: {"head_dim": 2 * D, "value_dim": D}} if patient.own_values else {}
+    of_all = [Question(each, feature=feature_of(each), together=mask) for each, mask in together(patient, case)]
+    yield from of_all
+    for (feature, more), every in itertools.product(others.items(), of_all):
+        yield Question(replace(every.case, **more), feature=feature, together=f"{every.together}, {feature}")
+    if "group" in patient.takes and max(patient.worlds) > P > 1:
+        first = 1 if P == LEAST else 2  # ranks 1, 2, 3 of 4; and 0, 2, 3, 4 of 5, whose numbers have a gap
+        part = (*range(first - 1), *range(first, P + 1))
+        yield Question(case, members=part)
+        yield from (replace(every, members=part, together=f"{every.together} in a part") for every in of_all)
 
 
 def _beside(patient: Patient, case: Case) -> Iterator[Question]:

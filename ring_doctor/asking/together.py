@@ -23,15 +23,15 @@ def together(patient: Patient, case: Case) -> Iterator[tuple[Case, str]]:
     """A plain case with all options, and which mask is one of them. Cases with the fewest options come first."""
     P, C, taken = case.world_size, patient.chunk, {"scale": 0.3, "sinks": True}
     options: dict[str, Any] = {name: value for name, value in taken.items() if name in patient.takes}
-    masks: list[str] = [name for name in ("window", "documents") if case.causal and name in patient.takes]
+    of_masks = [("window", 3), ("window", C + 3), ("documents", 0)]  # C + 3 reaches further in chunks of C + 1 tokens
+    masks = [each for each in of_masks if case.causal and each[0] in patient.takes] or [("options", 0)]
     uneven = case.layout == "contiguous" and patient.unequal and P > 1
     grouped, unequal = ({False: None, of: None} for of in (patient.grouped, uneven))
-    for mask, groups, more in itertools.product(masks or ["options"], grouped, unequal):
+    for (mask, width), groups, more in itertools.product(masks, grouped, unequal):
         S = case.seq_len + more * (2 * P - 1)  # C + 2 tokens, and one less on the last rank
-        wide = {"window": C + 3}  # in chunks of C + 1 tokens, as the last rank has, it reaches further
         last = min(C, (S - C - 1) // 2)  # the second border is on the last rank
         documents = (C + 1, S - C - 1 - last, last)
-        given: Any = {"window": wide, "documents": {"documents": documents}}.get(mask, {})
+        given: Any = {"window": {"window": width}, "documents": {"documents": documents}}.get(mask, {})
         given |= {"heads": 2 * case.heads, "kv_heads": case.heads if groups else 2 * case.heads}
         yield replace(case, batch=case.batch + 1, seq_len=S, **options, **given), mask
 
@@ -47,5 +47,6 @@ def without_one(patient: Patient, case: Case) -> list[Case]:
     first = (case.documents or ())[:1]
     S = case.seq_len if case.equal_chunks else plain.seq_len
     equal = {"seq_len": S, "documents": (*first, S - sum(first)) if first else None}
-    given: list[Any] = [{name: getattr(plain, name)} for name in ("batch", "scale", "sinks", "window", "documents")]
+    names = "batch", "scale", "sinks", "window", "documents", "value_dim"
+    given: list[Any] = [{name: getattr(plain, name)} for name in names]
     return [fewer for less in (*given, equal, {"kv_heads": case.heads}) if (fewer := replace(case, **less)) != case]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ring_doctor import assertion
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, WRONG_RING, Answer, Examination
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, Answer, Examination
 from ring_doctor.asking.calls import noted, written
 from ring_doctor.asking.case import SIZES as SIZES_OF_V
 from ring_doctor.asking.case import Case
@@ -52,7 +52,7 @@ LARGE_IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16, inputs="large"), f
 PATIENT = patient_of(odd_patients.right)
 
 
-def with_everything(q, k, v, causal=False, window=None, documents=None, sinks=None, scale=None):
+def with_everything(q, k, v, causal=False, window=None, documents=None, sinks=None, scale=None, group=None):
     return q
 
 
@@ -648,25 +648,32 @@ def test_what_is_told_of_a_ring(name):
     assert told_of(name) in TOLD.read_text()
 
 
-OPTIONS = {  # what a verdict says of a mistake that shows with this option alone, and whether a case has the option
-    "with a batch of 2 only": lambda case: case.batch > 1,
-    "with grouped queries only": lambda case: case.heads != case.kv_heads,
-    "with attention sinks only": lambda case: case.sinks,
-    "with a given scale only": lambda case: case.scale is not None,
-    "with a window only": lambda case: case.window,
-    "with documents only": lambda case: case.documents,
-    "with chunks of unequal lengths only": lambda case: not case.equal_chunks,
+OPTIONS = {  # what a verdict says of a mistake that shows with this option alone, and whether a question has the option
+    "with a batch of 2 only": lambda it: it.case.batch > 1,
+    "with grouped queries only": lambda it: it.case.heads != it.case.kv_heads,
+    "with attention sinks only": lambda it: it.case.sinks,
+    "with a given scale only": lambda it: it.case.scale is not None,
+    "with a window only": lambda it: it.case.window,
+    "with documents only": lambda it: it.case.documents,
+    "with chunks of unequal lengths only": lambda it: not it.case.equal_chunks,
+}
+BESIDES = {  # the same, but for the words: fewer questions have it
+    "in bfloat16": lambda it: it.case.dtype == torch.bfloat16,
+    "in a part": lambda it: it.members,
+    "V": lambda it: it.case.value_dim and it.case.value_dim < it.case.head_dim,
 }
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("two", [*itertools.combinations(OPTIONS, 2)])
+PAIRS = [*itertools.product(itertools.combinations(OPTIONS, 2), (False, True))]
+
+
+@pytest.mark.parametrize(("two", "quick"), [*PAIRS, *((two, True) for two in itertools.product(OPTIONS, BESIDES))])
 def test_what_is_right_of_each_option_and_wrong_of_two_is_told(two, quick):
-    both = which(lambda question: all(OPTIONS[words](question.case) for words in two), WRONG)
+    both = which(lambda question: all((OPTIONS | BESIDES)[words](question) for words in two), WRONG)
     found = examination_by(both, [], quick, with_everything)
-    assert found.level == WRONG_RING
+    assert not found.healthy
     when, _ = when_it_shows(found.answers)
-    assert all(words in when for words in two), when
+    assert all(words in when for words in two if words in OPTIONS) or two[1] in BESIDES, when
 
 
 # Real processes ------------------------------------------------------------------------------------------------------

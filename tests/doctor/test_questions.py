@@ -133,7 +133,7 @@ def test_another_shape_is_a_fault(name):
 def test_faults_and_lost_gradients():
     results = stored(QUESTION)
     answer = judged(QUESTION, results, faults=["it changed its input k"])
-    assert (answer.state, answer.says) == (FAILED, "it changed its input k")
+    assert (answer.state, answer.says, answer.returned) == (FAILED, "it changed its input k", True)
     parts = [{name: QUESTION.case.cut(x, rank) for name, x in results.items()} for rank in range(3)]
     for rank in range(3):  # of one rank: a fault too, and random numbers, and an lse without a gradient
         of_ranks = [RankResults(part, draws=r == rank, lse_grad=r != rank) for r, part in enumerate(parts)]
