@@ -19,14 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, OK, SAID, STATUS, WRONG, WRONG_RING
-from ring_doctor.asking.job import CannotExamine
+from ring_doctor.asking.job import CannotExamine, Tell
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
 from ring_doctor.explaining.xray import XRay
@@ -40,7 +40,7 @@ QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a
 
 
 @contextlib.contextmanager
-def telling() -> Iterator[Callable[[str], None]]:
+def telling() -> Iterator[Tell]:
     """A writer of progress on stderr, all the time on a terminal, else now and then: call it with the present step."""
     now: list[Any] = ["starting", time.monotonic()]
     done, terminal = threading.Event(), sys.stderr.isatty()
@@ -61,7 +61,6 @@ def telling() -> Iterator[Callable[[str], None]]:
             print(end="\r\x1b[K", file=sys.stderr, flush=True)
 
 
-Tell = Callable[[str], None]
 Told = tuple[dict[str, Any], str, str]  # a report for programs, as text, and its X-ray as an SVG
 
 

@@ -26,8 +26,7 @@ import torch
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import CANNOT_TELL, SAID, STATUS, Answer, Examination
 from ring_doctor.asking.case import SIZES
-from ring_doctor.asking.examination import SECONDS
-from ring_doctor.asking.job import CannotExamine, Job
+from ring_doctor.asking.job import SECONDS, CannotExamine, Job, Tell
 from ring_doctor.asking.latent_case import LatentCase
 from ring_doctor.asking.patient import LEAST, Patient, patient_of
 from ring_doctor.asking.questions import Question
@@ -62,7 +61,7 @@ def examine(
     device: str = "cpu",
     seed: int = 0,
     quick: bool = False,
-    progress: Callable[[str], None] = lambda words: None,
+    progress: Tell = lambda words: None,
     **claims: Any,
 ) -> Report:
     """Examine a ring, name its mistake, and return the report. It starts processes of its own.
@@ -125,20 +124,20 @@ def _loses(answer: Answer) -> tuple[bool, int, bool, bool, bool, int]:
     return slight, features, case.dtype.itemsize <= 2, few, how == "without gradients", len(case.features())
 
 
-def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
-    """The X-ray, or why there is none."""
+def take_xray(patient: Patient, question: Question, **how: Any) -> XRay | str:
+    """The X-ray, or why there is none. `how`: as a `Job` takes it."""
     if isinstance(question.case, LatentCase):
         return "none: it shows the weights of a ring of q, k and v"
     if isinstance(question.case, StateCase):
         if question.case.taps:
             return "none: a convolution has no weights of its own"
         _, run = cases(question.case)
-        with closing(Job(patient, run.world_size, seconds, device)) as job:
+        with closing(Job(patient, run.world_size, **how)) as job:
             answer = job.ask(Question(run, "without gradients"))
         return of_states(answer.results["out"], run) if answer.results else f"none: {answer.says}"
     heads = max(patient.heads, patient.heads_per_rank * question.case.world_size)
     heads = heads if heads > 2 else 1  # all alike: the first one is shown
-    with closing(Job(patient, question.case.world_size, seconds, device)) as job:
+    with closing(Job(patient, question.case.world_size, **how)) as job:
         runs = [replace(run, heads=heads, kv_heads=heads) for run in cases(question.case)]
         first, second, third = (job.ask(replace(question, case=run)) for run in (*runs, replace(runs[1], inputs=SIZES)))
     if not first.results:

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from ring_doctor.asking.examination import SECONDS
+from ring_doctor.asking.job import SECONDS
 from ring_doctor.asking.patient import MOST, TENSORS, Patient
 from ringlab.options import Parser, new_file, positive
 from ringlab.ring.layouts import LAYOUTS

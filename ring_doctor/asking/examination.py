@@ -6,20 +6,20 @@ Before: taken.py. After: explaining/diagnosis.py, which names the mistake.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ring_doctor.asking.answers import OK, REFUSED, WRONG, Answer, Examination, excused, judge, other_numbers
 from ring_doctor.asking.calls import under_autocast
-from ring_doctor.asking.job import CannotExamine, Job
+from ring_doctor.asking.job import CannotExamine, Job, Tell
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import BESIDE, LSE, Question, kind, questions
 from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_given, dtype_asked, takes, why
 
-SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
 LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
@@ -33,16 +33,11 @@ ONE_BIT = 2  # times the error of plain attention: as exact but for a bit
 
 
 def examination_of(
-    patient: Patient,
-    *,
-    seconds: float = SECONDS,
-    device: str = "cpu",
-    seed: int = 0,
-    quick: bool = False,
-    progress: Callable[[str], None] = lambda words: None,
+    patient: Patient, *, seed: int = 0, quick: bool = False, progress: Tell = lambda words: None, **how: Any
 ) -> Examination:
     """Ask all questions; with `quick` each kind of question until it is answered. `progress` is told each in words.
 
+    `how`: the time for a question and the device, as a `Job` takes them.
     Raises CannotExamine when the patient answers too little or too late.
     """
     found = Examination(patient)
@@ -51,7 +46,7 @@ def examination_of(
     with ExitStack() as stack:  # of jobs, which start with their first question
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
-        jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
+        jobs = {key: stack.enter_context(closing(Job(patient, key[0], **how))) for key in sizes}
         reasons: set[str] = set()
         taken = any(takes(found, jobs[P, False], seed, progress, reasons) for P in reversed(patient.worlds))
         answers = check_what_is_given(found, jobs, seed)
@@ -88,7 +83,7 @@ def _check_that_it_answers(found: Examination) -> None:
 
 
 def _ask_everything(
-    found: Examination, jobs: dict[tuple[int, bool], Job], seed: int, quick: bool, progress: Callable[[str], None]
+    found: Examination, jobs: dict[tuple[int, bool], Job], seed: int, quick: bool, progress: Tell
 ) -> None:
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
     patient = found.patient

@@ -12,7 +12,7 @@ Before: answers.py. After: examination.py, which asks.
 import linecache
 import re
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ from ringlab.support.expect import expect
 from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
 
 PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
+SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 START = 120.0  # seconds to import a library and to set it up
 ENOUGH = round(1 / OFTEN) + 1  # looks at a rank in the time for a question
 SPINS = 3 * ENOUGH  # looks at a rank that computes in Python: no attention of some tokens takes so long
@@ -39,6 +40,8 @@ STACK = re.compile(r"^(?:Stack|Fatal Python error)", flags=re.MULTILINE)
 WAITING = re.compile(r"\.(wait|poll|get|multi_get|is_completed)\(")  # in the line in which a rank is
 OTHER_SIZE = re.compile(r".*op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+).*")  # gloo's words
 
+Tell = Callable[[str], None]  # it is told in words what is done
+
 
 class CannotExamine(Exception):
     """There is nothing to examine: the patient refuses or fails where every ring must answer."""
@@ -47,7 +50,7 @@ class CannotExamine(Exception):
 class Job:
     """Processes for one number of ranks, with the patient set up on each."""
 
-    def __init__(self, patient: Patient, size: int, seconds: float, device: str) -> None:
+    def __init__(self, patient: Patient, size: int, seconds: float = SECONDS, device: str = "cpu") -> None:
         self.patient, self.size, self.seconds = patient, size, seconds
         self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
         self.ranks = Ranks(size, START, device, Path(self._errors.name))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, Examination
-from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
+from ring_doctor.asking.job import REFUSALS, CannotExamine, Job, Tell
 from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
 from ring_doctor.asking.questions import questions
 from ringlab.ring.layouts import LAYOUTS
@@ -23,7 +23,7 @@ SIZES = (8, 16, 32, 64, 128)  # of a head and of a chunk: kernels take multiples
 Ask = Callable[..., Answer]  # of a patient, a way to ask, and what differs in the case
 
 
-def takes(found: Examination, job: Job, seed: int, progress: Callable[[str], None], reasons: set[str]) -> bool:
+def takes(found: Examination, job: Job, seed: int, progress: Tell, reasons: set[str]) -> bool:
     """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
     It is asked without gradients in each dtype, with heads for each rank, as an all-to-all needs them, and with a mask

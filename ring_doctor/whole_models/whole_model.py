@@ -24,7 +24,6 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,8 +31,7 @@ import torch.distributed as dist
 
 from ring_doctor.asking.answers import WRONG_RING
 from ring_doctor.asking.case import positions
-from ring_doctor.asking.examination import SECONDS
-from ring_doctor.asking.job import START, CannotExamine
+from ring_doctor.asking.job import SECONDS, START, CannotExamine, Tell
 from ring_doctor.asking.names import named
 from ring_doctor.jobs.gradients import LOSS, dtypes_of
 from ring_doctor.jobs.job import Job, run_job
@@ -55,7 +53,7 @@ def examine_model(
     seed: int = 0,
     seconds: float = SECONDS,
     device: str = "cpu",
-    progress: Callable[[str], None] = lambda words: None,
+    progress: Tell = lambda words: None,
 ) -> Verdict:
     """Call the step "module:function" on 1, 2, 3 and 4 processes, compare, and name the mistakes.
 

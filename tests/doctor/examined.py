@@ -23,8 +23,8 @@ def on_these(ranks):
     """Every job of the doctor runs on the pool of the tests."""
 
     class Shared(Job):
-        def __init__(self, patient, *how):
-            super().__init__(patient, *how)
+        def __init__(self, patient, *size, **how):
+            super().__init__(patient, *size, **how)
             self.ranks, self.ready = ranks, patient.setup is None
 
         def ask(self, question):

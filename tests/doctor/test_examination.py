@@ -50,6 +50,7 @@ GROUPED = Question(Case(3, 18, heads=4), feature="grouped queries")
 IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16), feature="bfloat16")
 LARGE_IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16, inputs="large"), feature="bfloat16")
 PATIENT = patient_of(odd_patients.right)
+HOW = {"seconds": 7, "device": "meta"}
 
 
 def with_everything(q, k, v, causal=False, window=None, documents=None, sinks=None, scale=None, group=None):
@@ -262,8 +263,8 @@ def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, c
         stack.enter_context(mock.patch.object(torch, "get_num_threads", before))
         for name, value in parts.items():
             stack.enter_context(mock.patch.object(assertion, name, return_value=value))
-        found = examine(PATIENT, seconds=7, device="meta")
-        assert changes or assertion.take_xray.call_args.kwargs == {"seconds": 7, "device": "meta"}
+        found = examine(PATIENT, **HOW)
+        assert changes or assertion.take_xray.call_args.kwargs == HOW
         with mock.patch.object(assertion, "diagnose", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             examine(PATIENT)
     assert (bool(found.inference), found.xray) == (unclear, "none was taken" if changes else "no ranks")
@@ -273,8 +274,8 @@ def test_what_the_numbers_show_is_told_where_no_name_explains_all(named, more, c
 class Runs:
     """The ranks of an X-ray: right ones, but for the sizes of V; the heads that they are asked with are noted."""
 
-    def __init__(self, patient, *how):
-        self.heads, self.closed, self.how, Runs.last = set(), False, how, self
+    def __init__(self, patient, size, **how):
+        self.heads, self.closed, self.how, Runs.last = set(), False, (size, how), self
 
     def ask(self, question):
         self.heads.add(question.case.heads)
@@ -291,13 +292,13 @@ class Runs:
 def test_an_xray_has_the_heads_that_a_ring_needs_and_a_third_run_where_two_are_right(claims, heads):
     patient, failed = replace(PATIENT, **claims), answer(PLAIN, FAILED, says="no")
     with mock.patch.object(assertion, "Job", Runs):
-        found = take_xray(patient, Question(Case(3, 12, head_dim=12)), seconds=7, device="meta")
+        found = take_xray(patient, Question(Case(3, 12, head_dim=12)), **HOW)
     assert (Runs.last.heads, found.case.inputs, found.right, Runs.last.closed) == ({heads}, SIZES_OF_V, False, True)
-    assert Runs.last.how == (3, 7, "meta")
+    assert Runs.last.how == (3, HOW)
     with mock.patch.object(Runs, "ask", return_value=failed), mock.patch.object(assertion, "Job", Runs):
         said = take_xray(patient, PLAIN)
-        assert take_xray(patient, Question(StateCase(4, 12)), seconds=7, device="meta") == "none: no"
-    assert Runs.last.how == (4, 7, "meta")
+        assert take_xray(patient, Question(StateCase(4, 12)), **HOW) == "none: no"
+    assert Runs.last.how == (4, HOW)
     assert said == "none, because with P = 3, no mask, contiguous, C = 6, float64 it fails: no"
 
 

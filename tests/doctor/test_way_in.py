@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from ring_doctor.asking.calls import OFTEN, call, lse_of, options, ours, theirs
 from ring_doctor.asking.case import Case, positions
-from ring_doctor.asking.examination import SECONDS
-from ring_doctor.asking.job import ENOUGH, SPINS, hang, lines_of_ranks, rest
+from ring_doctor.asking.job import ENOUGH, SECONDS, SPINS, hang, lines_of_ranks, rest
 from ring_doctor.asking.names import ByName, by_name, named, portable
 from ring_doctor.asking.patient import CONSTANTS, Patient, arguments_of, patient_of
 from ring_doctor.asking.questions import questions
