@@ -43,10 +43,6 @@ class ByName:
         found: Callable[..., Any] = named(self.name)
         return found
 
-    @property
-    def __name__(self) -> str:
-        return self.name.partition(":")[2]
-
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
 
