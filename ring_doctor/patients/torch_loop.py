@@ -3,7 +3,6 @@
 Its dispatcher refuses a causal mask on CPUs. Here the two functions are called with the CPU's kernels.
 """
 
-from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -19,16 +18,14 @@ kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@contextmanager
 def switched(q, layout, rotation):
     """torch's switches: the layout, the rotation, and float32 sums unless the input is float64."""
-    with mock.patch.multiple(
+    return mock.patch.multiple(
         loop._cp_options,
         enable_load_balance=layout == "zigzag",
         rotate_method=loop._RotateMethod[rotation],
         convert_to_f32=q.dtype != torch.float64,
-    ):
-        yield
+    )
 
 
 class Loop(torch.autograd.Function):
