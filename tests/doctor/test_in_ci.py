@@ -21,7 +21,7 @@ import yaml
 import ring_doctor.__main__ as command
 from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, Answer
 from ring_doctor.asking.calls import RankResults, prepare
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import DEADLOCK, START, CannotExamine, Job
@@ -207,14 +207,12 @@ def test_the_fixture_fails_with_one_sentence_and_nothing_of_ours(monkeypatch, er
     assertion.assert_ring.assert_called_once_with(len, **{"seed": 1, "quick": True, **how})
 
 
-def test_each_option_reaches_the_step_of_a_model_and_each_error_is_judged():
-    """One that is as large as allowed is none; NaN is one."""
-    errors, allowed = {"dq": 0.5, "dk": 0.6, "dv": float("nan"), "out": None}, dict.fromkeys(("dq", "dk", "dv"), 0.5)
-    found = mock.Mock(numbers={"errors": errors, "allowed": allowed}, **{"as_json.return_value": {}})
+def test_each_option_reaches_the_step_of_a_model():
+    found = mock.Mock(level="wrong", **{"as_json.return_value": {"errors": {"dq": 0.5}}})
     options = ["--model", "--layout=zigzag", "--vocab=8", "--seed=5", "--device=cuda", "--time-limit=9"]
     with mock.patch.object(command, "examine_model", return_value=found) as examine_model:
         said, *_ = command.of_model(parse(["a:step", *options]), print)
-    assert {it["question"]: it["state"] for it in said["answers"]} == {"dq": OK, "dk": WRONG, "dv": WRONG}
+    assert (said["healthy"], said["errors"]) == (False, {"dq": 0.5})
     given = {"layout": "zigzag", "vocab": 8, "seed": 5, "device": "cuda", "seconds": 9.0, "progress": print}
     examine_model.assert_called_once_with("a:step", **given)
 
