@@ -202,7 +202,7 @@ def _sent(context: RankContext, patient: Patient, question: Question) -> list[Me
 
 def _no_ring(number: int, patient: Patient) -> str:
     """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
-    *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 4, torch.float64, 0))
+    *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 4, 0))
     case, ranks = question.case, Ranks(4, START)
     try:
         of_ranks = ranks(4, _sent, patient, question)

@@ -18,7 +18,7 @@ from ring_doctor.asking.calls import under_autocast
 from ring_doctor.asking.job import CannotExamine, Job, Tell
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import BESIDE, LSE, Question, kind, questions
-from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_given, dtype_asked, takes, why
+from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_given, takes, why
 
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
@@ -60,7 +60,7 @@ def examination_of(
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)
     if quick:
-        every = sum(len(list(questions(found.patient, P, dtype_asked(found), seed))) for P in found.patient.worlds)
+        every = sum(len(list(questions(found.patient, P, seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"
         found.remarks.append(f"{share}; the others ask the same under another mask or with another number of ranks")
     return found
@@ -87,7 +87,7 @@ def _ask_everything(
 ) -> None:
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
     patient = found.patient
-    in_turns = {P: in_turn(patient, P, dtype_asked(found), seed, quick=quick) for P in patient.worlds}
+    in_turns = {P: in_turn(patient, P, seed, quick=quick) for P in patient.worlds}
     todo = [(P, key, groups[key]) for P, groups in in_turns.items() for key in groups]
     todo.sort(key=lambda of: of[0] == 1 and of[2][0].case.seq_len != patient.chunk)  # one rank's options come last
     total = len({key for _, key, _ in todo})
@@ -131,16 +131,14 @@ def _ask_everything(
             job.close()  # no larger number of ranks needs its processes
 
 
-def in_turn(
-    patient: Patient, world_size: int, dtype: torch.dtype, seed: int, *, quick: bool
-) -> dict[Hashable, list[Question]]:
+def in_turn(patient: Patient, world_size: int, seed: int, *, quick: bool) -> dict[Hashable, list[Question]]:
     """The questions for one number of ranks in groups: of each group one answer is enough.
 
     A group has one question; with `quick`, all questions of a kind, those of the last mask and layout first. The plain
     questions are asked one by one.
     """
     groups: dict[Hashable, list[Question]] = {}
-    plain, *others = questions(patient, world_size, dtype, seed)
+    plain, *others = questions(patient, world_size, seed)
     for question in (plain, *others):
         alone = not quick or kind(question) == kind(plain)
         key: Hashable = question if alone else kind(question)

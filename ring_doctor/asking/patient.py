@@ -129,12 +129,12 @@ class Patient:
         more = [*inspect.signature(_callee(self.function)).parameters.values()][3:]
         return [it.name for it in more if it.name not in OPTION and it.kind not in ANY]
 
-    def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
-        """The plain question from which the others differ."""
+    def base_case(self, world_size: int, seed: int) -> Case:
+        """The plain question from which the others differ, in the first dtype."""
         heads = max(self.heads, self.heads_per_rank * world_size)
         kv_heads = self.kv_heads if self.kv_heads and heads == self.heads else heads
         sizes: Any = {"batch": self.batch, "heads": heads, "kv_heads": kv_heads, "head_dim": self.head_dim}
-        return Case(world_size, self.chunk * world_size, **sizes, dtype=dtype, seed=seed)
+        return Case(world_size, self.chunk * world_size, **sizes, dtype=dtype_of(self.dtypes[0]), seed=seed)
 
     @property
     def world_of_shape(self) -> int:

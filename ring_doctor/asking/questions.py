@@ -88,9 +88,9 @@ class Question:
         return self.case.world_size, self.case.mask(), "plain" if self.how == "autocast" else self.how
 
 
-def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
+def questions(patient: Patient, world_size: int, seed: int) -> Iterator[Question]:
     """All the questions for one number of ranks, the plain ones first."""
-    P, base = world_size, patient.base_case(world_size, dtype, seed)
+    P, base = world_size, patient.base_case(world_size, seed)
     if patient.state:
         yield from _of_states(patient, base)
         return

@@ -32,7 +32,7 @@ def takes(found: Examination, job: Job, seed: int, progress: Tell, reasons: set[
     """
 
     def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
-        first = next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
+        first = next(questions(patient, job.size, seed))
         question = replace(first, how=how, feature="", case=replace(first.case, **mask))  # an error is no refusal
         progress(f"starting: {question.words()}")
         answer = job.ask(question)
@@ -160,7 +160,7 @@ def check_what_is_given(found: Examination, jobs: dict[tuple[int, bool], Job], s
         for form in (it for it in (asked, *others) if it[0] not in failed):
             tensors, causal, layout = form
             jobs[P, False].patient = replace(patient, tensors=tensors)
-            first = next(questions(patient, P, dtype_asked(found), seed))
+            first = next(questions(patient, P, seed))
             answer = jobs[P, False].ask(replace(first, case=replace(first.case, causal=causal, layout=layout)))
             if "out" in answer.results.keys() - answer.wrong.keys():
                 options = f"--tensors {tensors}", "--causal", f"--layout {layout}"
@@ -185,8 +185,3 @@ def check_that_it_is_in_time(name: str, *answers: Answer) -> None:
     for late in (answer for answer in answers if answer.state == LATE):
         more = "It does not wait for a message there. Give it more time: --time-limit, or seconds="
         raise CannotExamine(f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}. {more}")
-
-
-def dtype_asked(found: Examination) -> torch.dtype:
-    """The first dtype that the patient takes."""
-    return dtype_of(found.patient.dtypes[0])

@@ -43,7 +43,7 @@ def feature_of(case: Case) -> str:
 
 def without_one(patient: Patient, case: Case) -> list[Case]:
     """Where such a case is right, the option that it lacks has a part in the mistake."""
-    plain = patient.base_case(case.world_size, case.dtype, case.seed)
+    plain = patient.base_case(case.world_size, case.seed)
     first = (case.documents or ())[:1]
     S = case.seq_len if case.equal_chunks else plain.seq_len
     equal = {"seq_len": S, "documents": (*first, S - sum(first)) if first else None}

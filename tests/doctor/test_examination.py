@@ -630,7 +630,7 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
 def test_documents_end_with_the_sequence(chunk):
     """With all options, without one, and on two ranks."""
     patient = patient_of(with_everything, chunk=chunk)
-    of_all = [it for P in patient.worlds for it in questions(patient, P, torch.float64, 0)]
+    of_all = [it for P in patient.worlds for it in questions(patient, P, 0)]
     cases = [each for it in of_all for each in (it.case, *(without_one(patient, it.case) if it.together else ()))]
     documents = [(case.documents or (case.seq_len,), case.seq_len) for case in cases]
     assert [it for it in documents if min(it[0]) < 1 or sum(it[0]) != it[1]] == []

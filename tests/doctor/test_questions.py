@@ -20,7 +20,7 @@ from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Examination, 
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.examination import PRODUCTS, compared_under_autocast, in_turn
-from ring_doctor.asking.patient import dtype_of, patient_of
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import LSE, WAYS, Question, kind, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
@@ -263,8 +263,8 @@ RING = patient_of(ring_flash_attention, worlds=(1, 2, 3, 4, 5), dtypes=("float64
 ASKED = Path(__file__).with_name("asked.txt")  # python -m tests.doctor.test_questions writes it
 
 
-def all_questions(patient, dtype=torch.float64, seed=0):
-    return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
+def all_questions(patient, seed=0):
+    return [question for P in patient.worlds for question in questions(patient, P, seed)]
 
 
 def in_words(question):
@@ -306,7 +306,7 @@ IN_WORDS = ("every argument", "states", "states of each key", "a convolution", "
 
 def asked_of(name):
     """All questions to a ring with every argument; of other patients what is asked, in which sizes, how often."""
-    found = all_questions(PATIENTS[name], dtype_of(PATIENTS[name].dtypes[0]))
+    found = all_questions(PATIENTS[name])
     if name in IN_WORDS:
         not_asked = ", ".join(Examination(PATIENTS[name]).not_asked)
         return "".join([f"{name}; not asked: {not_asked}\n", *map(in_words, found), "\n"])
@@ -345,7 +345,7 @@ def test_the_last_mask_and_layout_is_asked_in_each_way_where_there_are_no_three_
 @pytest.mark.parametrize("head_dim", [1, 4, 5, 16, 17, 63, 64, 65, 256])
 def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
     patient = replace(RING, head_dim=head_dim, causal=(True,), layouts=("striped",))
-    [found] = {q.case.head_dim for q in questions(patient, 4, torch.float64, 0) if q.case.inputs in UNROUNDED}
+    [found] = {q.case.head_dim for q in questions(patient, 4, 0) if q.case.inputs in UNROUNDED}
     assert found >= head_dim
     assert found in (4, 16, 64, 256)
     assert found == 4 or found < 4 * head_dim
@@ -358,7 +358,7 @@ def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
 def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number_of_ranks(name):
     """Of each kind the last question, which is causal, comes first; the others follow where it is refused."""
     patient = PATIENTS[name]
-    groups = [group for P in patient.worlds for group in in_turn(patient, P, torch.float64, 0, quick=True).values()]
+    groups = [group for P in patient.worlds for group in in_turn(patient, P, 0, quick=True).values()]
     every = all_questions(patient)
     assert sorted(map(repr, every)) == sorted(repr(question) for group in groups for question in group)
     assert all(len({question.together or kind(question) for question in group}) == 1 for group in groups)
@@ -367,8 +367,8 @@ def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number
     for group in groups:
         first_of_world = [question for question in every if question.case.world_size == group[0].case.world_size]
         assert group[::-1] == [it for it in first_of_world if it in group]
-    in_full = in_turn(patient, 3, torch.float64, 0, quick=False).values()
-    assert [question for group in in_full for question in group[::-1]] == [*questions(patient, 3, torch.float64, 0)]
+    in_full = in_turn(patient, 3, 0, quick=False).values()
+    assert [question for group in in_full for question in group[::-1]] == [*questions(patient, 3, 0)]
     assert all(len({(it.together and (it.together, it.case.mask())) or it for it in group}) == 1 for group in in_full)
 
 
@@ -459,7 +459,7 @@ def answers_of(ranks, function, worlds=(3,), wanted=lambda question: True, **cla
     with on_these(ranks):
         job = examination.Job(patient, P, 20.0, "cpu")
         larger = examination.Job(patient, P + 1, 20.0, "cpu")
-        asked_now = [q for q in questions(patient, P, torch.float64, 0) if wanted(q) and q.feature != LSE]
+        asked_now = [q for q in questions(patient, P, 0) if wanted(q) and q.feature != LSE]
         answers = [(larger if q.members else job).ask(q) for q in asked_now]
         job.close()
     return answers

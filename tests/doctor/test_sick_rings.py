@@ -16,7 +16,7 @@ from ring_doctor.asking.answers import OK, WRONG, Answer, Examination, judge
 from ring_doctor.asking.calls import ask_on_rank
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.asking.patient import dtype_of, patient_of
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.diagnosis import Diagnosis, diagnose
@@ -93,7 +93,7 @@ def test_every_finding_has_a_report_and_is_shown():
 
 def test_a_right_patient_answers_rightly(ranks, tmp_path):
     patient = patient_of("ring_doctor.patients.all_gather")
-    asked = questions(patient, 3, dtype_of("float64"), 0)
+    asked = questions(patient, 3, 0)
     for question in [question for question in asked if question.how == "plain"][:3]:
         assert judge(question, ranks(3, ask_on_rank, patient, question, tmp_path, 60.0)).state == OK
 

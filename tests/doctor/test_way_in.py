@@ -324,9 +324,9 @@ def test_an_lse_is_taken_in_the_shapes_in_use(B, H, C, tensors):
 @pytest.mark.parametrize(("layout", "S", "world"), [("contiguous", 512, 4), ("striped", 500, 5), ("zigzag", 516, 3)])
 def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks_that_can_share_it(layout, S, world):
     patient = patient_of(own_chunk, layouts=layout, causal=True, shape=(2, 4, 1, S, 8), worlds=(1, 2, 3, 4, 5))
-    shared = [replace(patient, heads=4, kv_heads=2, heads_per_rank=3).base_case(P, torch.float64, 0) for P in (1, 2)]
+    shared = [replace(patient, heads=4, kv_heads=2, heads_per_rank=3).base_case(P, 0) for P in (1, 2)]
     assert [(case.heads, case.kv_heads) for case in shared] == [(4, 2), (6, 6)]  # of 2 some ranks would have none
-    asked = {P: [each.case for each in questions(patient, P, torch.float64, 0)] for P in patient.worlds}
+    asked = {P: [each.case for each in questions(patient, P, 0)] for P in patient.worlds}
     large = [(P, case) for P, cases in asked.items() for case in cases if case.seq_len == S and case.batch == 2]
     assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(world, 2, 4, 1, 8)]
 
