@@ -169,19 +169,17 @@ def patient_of(function: Callable[..., Any] | str | Patient, name: str = "", **c
         return replace(function, name=name or function.name, **claims)
     expect(callable(function), f"{function!r} is {type(function).__name__}", "a function, or its name module:function")
     name = name or name_of(function)
-    if claims.get("state"):
-        claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims
-        if [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
-            function = Convolution(portable(function))
-    arguments = arguments_of(name, function)
-    takes = {OPTION[argument] for argument in arguments}
-    if latents := "w_k" in arguments:
-        few = {"grouped": False, "dtypes": ("float64", "float32")}
-        function, claims = OneHead(portable(function)), few | claims | {"state": LATENTS}
-    default: dict[str, Any] = {} if "causal" in takes else {"causal": (False,)}
-    if "layout" not in takes or (claims.get("state") and not latents):
-        default["layouts"] = ("contiguous", "zigzag") if "layout" in takes else ("contiguous",)
-    return Patient(name, portable(function), **default | claims)
+    if claims.get("state") and [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
+        function = Convolution(portable(function))
+    takes = {OPTION[argument] for argument in arguments_of(name, function)}
+    usual: dict[str, Any] = {} if "causal" in takes else {"causal": (False,)}
+    few = {"grouped": False, "dtypes": ("float64", "float32")}
+    if "w_k" in takes:
+        function, claims, usual = OneHead(portable(function)), claims | {"state": LATENTS}, usual | few
+    elif claims.get("state"):
+        usual = few | {"causal": (True,), "layouts": ("contiguous", "zigzag")}
+    usual |= {} if "layout" in takes else {"layouts": ("contiguous",)}
+    return Patient(name, portable(function), **usual | claims)
 
 
 def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
