@@ -246,8 +246,7 @@ class Noted:
 
     def __init__(self, work: Any, begun: dict[int, str], number: int) -> None:
         frames = traceback.walk_stack(sys._getframe(2))
-        at, caller = own_lines([(of.f_code.co_filename, line, of.f_code.co_name) for of, line in frames])
-        begun[number] = place(at) + (f", called by {place(caller)}" if caller else "")
+        begun[number] = own_place([(of.f_code.co_filename, line, of.f_code.co_name) for of, line in frames])
         self.work, self.begun, self.number = work, begun, number
 
     def wait(self, *how: Any) -> Any:
@@ -273,11 +272,12 @@ def noted() -> Iterator[dict[int, str]]:
             setattr(group, name, method)
 
 
-def own_lines(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+def own_place(stack: Sequence[Frame]) -> str:
     """The line of the user's code in which a rank is, and the line of another function of it that called this one."""
     if (at := own_frame(stack)) is None:
-        return None, None
-    return at, own_frame([frame for frame in stack[stack.index(at) + 1 :] if frame[2] != at[2]])
+        return ""
+    caller = own_frame([frame for frame in stack[stack.index(at) + 1 :] if frame[2] != at[2]])
+    return place(at) + (f", called by {place(caller)}" if caller else "")
 
 
 @contextmanager

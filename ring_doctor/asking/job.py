@@ -16,16 +16,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, WRONG, Answer, judge
-from ring_doctor.asking.calls import OFTEN, WrongResult, ask_on_rank, own_lines, prepare
+from ring_doctor.asking.calls import OFTEN, WrongResult, ask_on_rank, own_place, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question, kind
 from ring_doctor.asking.together import feature_of, without_one
 from ringlab.support.expect import expect
-from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame, place
+from ringlab.support.processes import PRELOAD, Frame, LostRank, Raised, Ranks, own_frame
 
 PRELOAD.append(ask_on_rank.__module__)  # once, not once a rank: half a second for each number of ranks
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
@@ -140,10 +141,8 @@ def why_lost(lost: LostRank, folder: Path, members: Sequence[int], errors: Path)
     at = {stacks[-1][0][2] for stacks in _read(folder).values() if stacks and stacks[-1]}  # functions of torch
     dead = at in ({"send"}, {"recv"}) and hang(folder, members) and [*members] == [*lost.silent]
     words = "" if lost.silent else _last_words(errors)
-    said, called = [DEADLOCK.format(*at) if dead else lost.reason, words], callers(folder)
-    for line, ranks in lines_of_ranks(folder).items():
-        caller = f", called by {place(called[line])}" if line in called else ""
-        said.append(f"{ranks_in_words(ranks)} in {place(line)}{caller}")
+    said = [DEADLOCK.format(*at) if dead else lost.reason, words]
+    said += [f"{ranks_in_words(ranks)} in {line}" for line, ranks in lines_of_ranks(folder, own_place).items()]
     returned = [rank for rank in members if rank not in (*lost.silent, *lost.raised)]
     if lost.silent and returned:
         said.append(ranks_in_words(returned, "has returned", "have returned"))
@@ -177,21 +176,12 @@ def _said(raised: Raised, *, place: bool = False) -> str:
 # What the ranks wrote -------------------------------------------------------------------------------------------------
 
 
-def lines_of_ranks(folder: Path) -> dict[Frame, list[int]]:
-    """The ranks that have written a stack, by the line of the user's code in which they are."""
-    found: dict[Frame, list[int]] = {}
+def lines_of_ranks(folder: Path, of: Callable[[Sequence[Frame]], Any] = own_frame) -> dict[Any, list[int]]:
+    """The ranks that have written a stack, by the line of the user's code in which they are, or by `of` a stack."""
+    found: dict[Any, list[int]] = {}
     for rank, stacks in sorted(_read(folder).items()):
-        if stacks and (at := own_frame(stacks[-1])):
+        if stacks and (at := of(stacks[-1])):
             found.setdefault(at, []).append(rank)
-    return found
-
-
-def callers(folder: Path) -> dict[Frame, Frame]:
-    """By the line of the user's code in which a rank is, the line of the user's code from which it was called."""
-    found: dict[Frame, Frame] = {}
-    for stack in (stacks[-1] for stacks in _read(folder).values() if stacks):
-        at, above = own_lines(stack)
-        found |= {at: above} if at and above else {}
     return found
 
 
