@@ -14,16 +14,14 @@ may wait for its receiver.
 
 import linecache
 import re
-from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
 
 from ring_doctor.asking.answers import FAILED, OK, Answer, Examination, imprecise, never_claimed
-from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.asking.latent_case import LatentCase
-from ring_doctor.asking.questions import BESIDE, Question, kind
+from ring_doctor.asking.questions import BESIDE, Question
 from ring_doctor.explaining.conditions import separated, where_left
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, WrongAnswer, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
@@ -34,7 +32,6 @@ IN_A_PART = Finding(
     "get_rank(), get_world_size() and every message, at group=, group_src= and group_dst=, and at dist.get_global_rank",
     "a rank of the group is used as a rank of the job, or a group is left out",
 )
-ON_ONE_RANK = "what a rank computes by itself, and at collectives of one rank"
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_LATENTS = "which latents, rotated keys and positions a rank uses, and the gradients that travel or stay"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
@@ -79,7 +76,8 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return _of_one_rank(examination, told, [*in_a_part, *first, *shown, *_which(told, examination), *follows]) + hangs
+    which = _which(told, examination)
+    return [*in_a_part, *first, *shown, *which, *follows, *_of_one_rank(examination), *hangs]
 
 
 def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
@@ -96,45 +94,15 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     return [Finding(f"{listed(bad)} wrong{right}", look)]
 
 
-def _of_one_rank(examination: Examination, told: list[WrongAnswer], findings: list[Finding]) -> list[Finding]:
-    """The findings; before them, if one rank alone gives all these wrong numbers, that no other rank is to blame.
-
-    It does if it gives the same numbers for the same sequences, and in no other result is any number wrong, nor with
-    what one rank has right in another length, nor without the options with which one rank is wrong. Else it comes after
-    them where one rank is wrong too.
-    """
-    of_one = [answer for answer in examination.answers if answer.case.world_size == 1]
-    fine = [answer.question for answer in of_one if answer.state == OK]
+def _of_one_rank(examination: Examination) -> list[Finding]:
+    """Where one rank alone is wrong already, with no message between ranks."""
+    fine = [it.question for it in examination.answers if it.case.world_size == 1 and it.state == OK]
     if not (alone := [answer for answer in examination.wrong if answer.case.world_size == 1]):
-        return findings
-    names = {name for answer in alone for name in answer.wrong}
-    said = f"One rank alone is wrong already ({_in_order(names)})"
-    whole = {_of_one(answer): answer.results for answer in of_one}
-    pairs = [(it, whole.get(_of_one(it.answer), {})) for it in told if it.case.world_size > 1]
-    alike = {_of_any_length(question) for question in fine}
-    same = [it.near(name, of[name].double()) for it, of in pairs for name in it.answer.wrong if name in of]
-    known = [
-        names >= answer.wrong.keys()
-        and _of_any_length(answer.question) not in alike
-        and any(one.question.options() <= answer.question.options() for one in alone)
-        for answer in examination.faults
-        if answer.results
-    ]
-    if same and all(same) and all(known):
-        brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
-        return [Finding(f"{said}, so no message between ranks is to blame", ON_ONE_RANK, brief), *findings]
+        return []
+    names = _in_order({name for answer in alone for name in answer.wrong})
     where = (fine and separated(fine, [it.question for it in alone])) or f"as with {alone[0].question.words()}"
-    return [*findings, Finding(f"{said}, {where}. Begin there; messages between ranks may be wrong too")]
-
-
-def _of_one(answer: Answer) -> tuple[Case, str]:
-    """The same question to one rank."""
-    return replace(answer.case, world_size=1), answer.question.how
-
-
-def _of_any_length(question: Question) -> Hashable:
-    same, _, _, *others = kind(question)
-    return same, question.case.causal, *others
+    said = f"One rank alone is wrong already ({names}), {where}"
+    return [Finding(f"{said}. Begin there; messages between ranks may be wrong too")]
 
 
 def _where(told: list[WrongAnswer], fine: list[Question]) -> str:
