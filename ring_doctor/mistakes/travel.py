@@ -29,20 +29,6 @@ def in_hand(keys: Hand, values: Hand | None = None) -> Change:
     return but(in_hand=blocks)
 
 
-def two_ways(rounds: Callable[[int], int]) -> Change:
-    """A ring whose blocks come from both sides: r, r - 1, r + 1, r - 2, ... in so many rounds."""
-
-    def block(steps: Steps, case: Case, rank: int, t: int) -> int:
-        distance = (t + 1) // 2
-        return (rank - distance if t % 2 else rank + distance) % case.world_size
-
-    return but(
-        rounds=lambda steps, case, rank: rounds(case.world_size),
-        believed=block,
-        in_hand=lambda *at: (block(*at), block(*at)),
-    )
-
-
 def sent_as(dtype: torch.dtype) -> Change:
     """The rank's own block is not sent, and so not rounded."""
 
@@ -112,8 +98,6 @@ CHANGES = {
         in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
     ],
     "last_hop_missing": [in_hand(lambda r, t, P: r - min(t, max(0, P - 2)))],
-    "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
-    "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
     "sent_in_16_bits": [sent_as(torch.bfloat16), sent_as(torch.float16)],
     "keys_without_values": [in_hand(lambda r, t, P: r - t, lambda r, t, P: r)],
     "values_without_keys": [in_hand(lambda r, t, P: r, lambda r, t, P: r - t)],
