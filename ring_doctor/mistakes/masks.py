@@ -104,20 +104,9 @@ def window_alone(x: Pairs) -> Tensor:
     return x.of(causal=False, window=None) & near if right else x.seen
 
 
-def own_window(x: Pairs) -> Tensor:
-    return x.seen if x.own else x.of(window=None)
-
-
 def fewer_hops(x: Pairs, less: int, more: int = 0) -> Tensor:
     hops = ((x.window or 0) - less) // x.keys + more
     return x.seen & (x.window is None or x.case.layout != "contiguous" or x.r - x.j <= hops)
-
-
-def window_by_indices(x: Pairs, *, upper_edge: bool) -> Tensor:
-    """Each block of the past gets the band of the own block; without `upper_edge` it hides nothing above."""
-    if x.window is None:
-        return x.seen
-    return x.of(window=None) & (x.n > x.i - x.window) & ((x.n <= x.i) | (not upper_edge))
 
 
 def documents_by_indices(x: Pairs, *, tail_is_a_document: bool) -> Tensor:
@@ -159,13 +148,11 @@ CHANGES = {
     "window_one_more": [sees(lambda x: other_window(x, 1)), sees(lambda x: other_window(x, 1) & x.seen.any())],
     "window_one_less": [sees(lambda x: other_window(x, -1))],
     "causal_forgotten_with_a_window": [sees(window_alone)],
-    "window_in_the_own_block_only": [sees(own_window), sees(lambda x: own_window(x) & x.seen.any())],
     "window_hops_rounded_down": [
         # (W - 1) / C or W / C hops, rounded down: this is right where C divides W
         *(sees(partial(fewer_hops, less=less)) for less in (1, 0)),
         sees(partial(fewer_hops, less=3, more=1)),  # > and not >=: a chunk of which the window has one key is left out
     ],
-    "window_per_block": [*(sees(partial(window_by_indices, upper_edge=edge)) for edge in (True, False))],
     "documents_ignored": [sees(lambda x: x.of(documents=None))],
     "documents_per_chunk": [*(sees(partial(documents_by_indices, tail_is_a_document=tail)) for tail in (False, True))],
     "documents_end_with_the_chunk": [sees(lambda x: x.seen & (x.case.documents is None or x.own))],
