@@ -21,7 +21,6 @@ from ring_doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_a
 
 UNEQUAL, LAYOUTS = False, ("contiguous",)  # of all, where their lines say nothing else
 
-
 # zhuzilin/ring-flash-attention, in bfloat16: the input that flash_attn's kernels take ---------------------------------
 
 
@@ -138,37 +137,30 @@ def version_of(library):
 FROM_2 = {"worlds": (2, 3, 4)}  # on one rank it sends to itself, which gloo refuses
 BSHD, FULL, CAUSAL_ZIGZAG = {"tensors": "bshd"}, {"causal": (False,)}, {"causal": (True,), "layouts": ("zigzag",)}
 FORWARD, ONE_TO_ONE = {"gradients": False}, {"grouped": False}
-LIBRARIES = {  # what all functions of a library claim, and each of them
-    "ring-flash-attn": (
-        BSHD | FROM_2 | {"dtypes": ("bfloat16",)},
-        {
-            "ring_flash_attn": {},
-            "ring_flash_attn_in_float16": {"dtypes": ("float16",)},
-            "ring_flash_attn_in_float32": {"dtypes": ("float32",)},
-            "ring_flash_attn_zigzag": CAUSAL_ZIGZAG,
-            "ring_flash_attn_stripe": CAUSAL_ZIGZAG | {"layouts": ("striped",)},
-        },
-    ),
-    "axolotl-ringmaster": ({"dtypes": ("float32", "bfloat16")}, {"ringmaster": {}, "ringmaster_all_gather": {}}),
-    "ring-attention-pytorch": (
-        ONE_TO_ONE,
-        {
-            "ring_attention_pytorch": BSHD | FROM_2 | {"layouts": ("contiguous", "striped"), "dtypes": ("float32",)},
-            "ring_attention_pytorch_zigzag": CAUSAL_ZIGZAG,
-            "ring_attention_pytorch_tree": FULL | FORWARD,  # it decodes
-        },
-    ),
-    "diffusers": (
-        BSHD | FULL | ONE_TO_ONE | FROM_2,
-        {  # the backward pass of the one for any number of tokens says that it is not implemented
-            "diffusers": {"setup": configure},
-            "diffusers_ring_anything": FORWARD | {"setup": partial(configure, ring_anything=True), "unequal": True},
-        },
-    ),
-    "yunchang": (BSHD, {"yunchang": FORWARD | ONE_TO_ONE | {"dtypes": ("float32",)}}),
+LIBRARIES = {  # what all functions of a library claim
+    "ring-flash-attn": BSHD | FROM_2 | {"dtypes": ("bfloat16",)},
+    "axolotl-ringmaster": {"dtypes": ("float32", "bfloat16")},
+    "ring-attention-pytorch": ONE_TO_ONE,
+    "diffusers": BSHD | FULL | ONE_TO_ONE | FROM_2,
+    "yunchang": BSHD | FORWARD | ONE_TO_ONE | {"dtypes": ("float32",)},
+}
+ANYTHING = {"setup": partial(configure, ring_anything=True), "unequal": True}
+OF_STRIPES = BSHD | FROM_2 | {"layouts": ("contiguous", "striped"), "dtypes": ("float32",)}
+FUNCTIONS = {  # the library of each, and what it claims itself
+    "ring_flash_attn": ("ring-flash-attn", {}),
+    "ring_flash_attn_in_float16": ("ring-flash-attn", {"dtypes": ("float16",)}),
+    "ring_flash_attn_in_float32": ("ring-flash-attn", {"dtypes": ("float32",)}),
+    "ring_flash_attn_zigzag": ("ring-flash-attn", CAUSAL_ZIGZAG),
+    "ring_flash_attn_stripe": ("ring-flash-attn", CAUSAL_ZIGZAG | {"layouts": ("striped",)}),
+    "ringmaster": ("axolotl-ringmaster", {}),
+    "ringmaster_all_gather": ("axolotl-ringmaster", {}),
+    "ring_attention_pytorch": ("ring-attention-pytorch", OF_STRIPES),
+    "ring_attention_pytorch_zigzag": ("ring-attention-pytorch", CAUSAL_ZIGZAG),
+    "ring_attention_pytorch_tree": ("ring-attention-pytorch", FULL | FORWARD),  # it decodes
+    "diffusers": ("diffusers", {"setup": configure}),
+    "diffusers_ring_anything": ("diffusers", FORWARD | ANYTHING),  # its backward pass says: not implemented
+    "yunchang": ("yunchang", {}),
 }
 CLAIMS = {
-    name: {"version": version_of(library)} | common | own
-    for library, (common, functions) in LIBRARIES.items()
-    for name, own in functions.items()
+    name: {"version": version_of(library)} | LIBRARIES[library] | own for name, (library, own) in FUNCTIONS.items()
 }
