@@ -151,14 +151,16 @@ def in_turn(patient: Patient, world_size: int, seed: int, *, quick: bool) -> dic
 def _tells_nothing(found: Examination, question: Question, sick: Collection[Hashable]) -> bool:
     """Other calls before, where it is wrong without them or after equal ones; an option, where one rank takes none.
 
-    And gradients of an lse that has none.
+    Gradients of an lse that has none; and unequal chunks with other options, where they hang.
     """
     beside, alone = question.how.startswith(BESIDE), question.case.world_size == 1
     other_code = alone and question.case.seq_len != found.patient.chunk
     refused = other_code and not any(answer.results for answer in found.answers if answer.case.world_size == 1)
     no_lse = question.feature == LSE and not any(answer.lse_grad for answer in found.answers)
     harm = (question.case.causal, question.case.layout) in sick
-    return no_lse or refused or (beside and (harm or any(it.question.how == "interleaved" for it in found.faults)))
+    spoilt = beside and (harm or any(it.question.how == "interleaved" for it in found.faults))
+    hung = [it.question.feature for it in found.faults if it.hangs]
+    return no_lse or refused or spoilt or bool(question.together and question.feature in hung)
 
 
 def _as_wrong_as_it_is(answer: Answer, patient: Patient) -> Answer:

@@ -148,7 +148,8 @@ def _of_all(patient: Patient, case: Case) -> Iterator[Question]:
     of_all = [Question(each, feature=feature_of(each), together=mask) for each, mask in together(patient, case)]
     yield from of_all
     for (feature, more), every in itertools.product(others.items(), of_all):
-        yield Question(replace(every.case, **more), feature=feature, together=f"{every.together}, {feature}")
+        may_refuse = feature if every.case.equal_chunks else UNEQUAL
+        yield Question(replace(every.case, **more), feature=may_refuse, together=f"{every.together}, {feature}")
     if "group" in patient.takes and max(patient.worlds) > P > 1:
         first = 1 if P == LEAST else 2  # ranks 1, 2, 3 of 4; and 0, 2, 3, 4 of 5, whose numbers have a gap
         part = (*range(first - 1), *range(first, P + 1))
