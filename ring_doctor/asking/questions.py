@@ -235,30 +235,27 @@ def _of_lengths(patient: Patient, plain: list[Case]) -> Iterator[Question]:
 
 def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
     """Three ranks and more are asked everything: short chunks, borders of documents, and float32. So are latents."""
-    P, C = base.world_size, patient.chunk
-    for causal, layout in itertools.product(patient.causal, patient.layouts):
-        case = _case_of_states(patient, vars(base) | {"causal": causal, "layout": layout})
+    given = itertools.product(patient.causal, patient.layouts)
+    plain = [_case_of_states(patient, vars(base) | {"causal": causal, "layout": layout}) for causal, layout in given]
+    for case in plain:
         yield Question(case)
-        if P < LEAST:
-            continue
+    if base.world_size < LEAST:
+        return
+    for case in plain:
         yield Question(replace(case, batch=2))
         yield Question(case, "without gradients")
         if "chosen" in patient.takes:
             yield Question(replace(case, choose=True))
         if "scale" in patient.takes and patient.state == LATENTS:
             yield Question(replace(case, scale=0.3))
-        for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
-            if sum(first) < case.seq_len:
-                yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
         if "state" in patient.takes:
-            documents = (C + 1, case.seq_len - C - 1) if "documents" in patient.takes else None
+            first = patient.chunk + 1
+            documents = (first, case.seq_len - first) if "documents" in patient.takes else None
             yield Question(replace(case, documents=documents, from_state=True), feature=STATE)
-        if layout == "contiguous":
-            yield Question(replace(case, seq_len=P), feature="one token a rank")
-            if patient.unequal:
-                yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
         for name in patient.dtypes[1:]:
             yield Question(replace(case, dtype=dtype_of(name)), feature=name)
+    yield from _of_lengths(patient, plain)
+    yield from _of_masks(patient, plain)
 
 
 def _case_of_states(patient: Patient, plain: dict[str, Any]) -> Any:
