@@ -53,8 +53,6 @@ def examination_of(
         if not (taken or answers):
             raise CannotExamine(f"{patient.name} answers no question: {'; '.join(sorted(reasons))}")
         _ask_everything(found, jobs, seed, quick, progress)
-    if {"bfloat16", "float32"} & set(found.patient.dtypes) == {"bfloat16"} and not patient.state:
-        found.remarks.append("nothing was asked under autocast, where tensors are float32: that is none of its dtypes")
     found.remarks += compared_under_autocast(found.answers)
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
