@@ -86,11 +86,10 @@ class Report:
                 said.append(f"not asked, because it does not take them: {', '.join(not_asked)}")
             said += [f"left at their defaults: {', '.join(patient.others)}"] if patient.others else []
             return "; ".join(said)
-        if changes := self.examination.changes:
-            draws = "draws random numbers and " if any(answer.draws for answer in changes) else ""
+        if self.examination.changes:
             lines = self.examination.unawaited
             why = f": nobody waits for the messages of {' and of '.join(lines)}" if lines else ""
-            return f"SICK: {name} {draws}changes its answers from call to call{why}"
+            return f"SICK: {name} changes its answers from call to call{why}"
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
         shown = f"{names}, in {name}" if names else f"{name}: {self.finding}"
         shown += ": no gradient comes out. For inference alone? Add --forward-only" if names == "no_gradient" else ""
@@ -162,9 +161,7 @@ class Report:
         apart = [it for it in unequal if it.state == WRONG and not any(of <= it.question.options() for of in known)]
         said += [f"it is wrong with {UNEQUAL} too, as with {apart[0].question.words()}"] if known and apart else []
         if faults and all(answer.state == FAILED and not answer.lost for answer in self.examination.answers):
-            off = [answer.question.words() for answer in faults if answer.wrong]
-            too = f"in {len(off)} of them with wrong numbers too, as with {off[0]}" if off else "so no number is judged"
-            said.append(f"it fails in every question, {too}: mend this, then ask again")
+            said.append("it fails in every question: mend this, then ask again")
         if not self.healthy and "causal" not in patient.takes:
             given = "full attention only" if patient.causal == (False,) else "causal attention, without causal=True"
             said.append(f"its signature has no causal=, so it was asked for {given}")

@@ -177,6 +177,7 @@ def listed(names: Sequence[str]) -> str:
 COPIES = "a sum or a mean over ranks: it counts a rank's part P times, or divides where nothing was added"
 SCALES = "the scale: it is forgotten in this result, or applied twice"
 DEFAULT = "the scale: the usual one, 1/√D, stands where one is given"
+BATCH = "a sum or a mean over the sequences of the batch"
 BASE = "e^x and log beside 2^x and log2: a factor of log 2 is missing or too many"
 GROUP = "the sum over the query heads that share a K/V head"
 TWICE = "a sum that starts from a number that it also adds, or a mean of two"
@@ -220,7 +221,8 @@ def _factors(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     yield Fact("-1", "a sign", -exact)
     if case.scale is not None:
         yield Fact("1/(√D scale)", DEFAULT, case.head_dim**-0.5 / case.scale * exact)
-    for words, c, look in [*known, ("H/G", n, GROUP), ("2", 2, TWICE)]:
+    known += [("H/G", n, GROUP), ("B", case.batch, BATCH), ("2", 2, TWICE)]
+    for words, c, look in known:
         for said, factor in ((words, c), ("G/H" if words == "H/G" else f"1/{words}", 1 / c)):
             if factor != 1:
                 yield Fact(said, look, factor * exact)

@@ -100,7 +100,7 @@ def _of_one_rank(examination: Examination) -> list[Finding]:
     if not (alone := [answer for answer in examination.wrong if answer.case.world_size == 1]):
         return []
     names = _in_order({name for answer in alone for name in answer.wrong})
-    where = (fine and separated(fine, [it.question for it in alone])) or f"as with {alone[0].question.words()}"
+    where = (fine and separated(fine, [it.question for it in alone], 1)) or f"as with {alone[0].question.words()}"
     said = f"One rank alone is wrong already ({names}), {where}"
     return [Finding(f"{said}. Begin there; messages between ranks may be wrong too")]
 

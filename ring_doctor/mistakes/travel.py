@@ -53,10 +53,6 @@ def chunk(case: Case) -> int:
     return case.seq_len // case.world_size
 
 
-def padded_head(case: Case) -> int:
-    return case.head_dim + -case.head_dim % 8
-
-
 def more_sinks(steps: Steps, case: Case, out: Tensor, lse: Tensor) -> Rows:
     for _ in range(case.world_size):
         out, lse = steps.sink(case, out, lse)
@@ -114,7 +110,6 @@ CHANGES = {
         but(scale=lambda steps, case: steps.scale(case) ** 2),
         but(scale=lambda steps, case: 1 / case.head_dim),  # not 1/√D, whatever scale was given
     ],
-    "scale_of_padded_head": [scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)],
     "scale_of_another_size": [
         *map(scale_of, (chunk, lambda case: case.seq_len, lambda case: case.heads)),
         *map(scale_of, (lambda case: case.heads * case.head_dim, lambda case: case.value_dim or case.head_dim)),

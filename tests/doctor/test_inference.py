@@ -224,6 +224,7 @@ PLANTED = {  # what is planted, and in which cases
     "noise in float32": (noise(*EVERYTHING), {"masks": [FULL, STRIPED], "dtype": torch.float32}),
     "dq and dk with the usual scale": (usual_scale, {"scale": 0.3}),
     "dv times P on one rank too": (times(lambda P: P, "dv"), {"worlds": (1, 2)}),
+    "dv, a mean over the batch": (lambda case, x: {"dv": x["dv"] / case.batch}, {"batch": 3}),
     "dq times 2 on two ranks": (TWICE, {"worlds": (2,)}),
     "dq times 2, dv times 0 on 3 ranks": (zero_on_3_ranks, {}),
 }
