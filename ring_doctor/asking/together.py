@@ -28,7 +28,7 @@ def together(patient: Patient, case: Case) -> Iterator[tuple[Case, str]]:
     uneven = case.layout == "contiguous" and patient.unequal and P > 1
     grouped, unequal = ({False: None, of: None} for of in (patient.grouped, uneven))
     for (mask, width), groups, more in itertools.product(masks, grouped, unequal):
-        S = case.seq_len + more * (2 * P - 1)  # C + 2 tokens, and one less on the last rank
+        S = case.seq_len + more * (P + P // 2)  # of C + 1 tokens on each rank, and one more on the first half
         last = min(C, (S - C - 1) // 2)  # the second border is on the last rank
         documents = (C + 1, S - C - 1 - last, last)
         given: Any = {"window": {"window": width}, "documents": {"documents": documents}}.get(mask, {})

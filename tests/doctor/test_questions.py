@@ -351,6 +351,12 @@ def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
     assert found == 4 or found < 4 * head_dim
 
 
+def test_with_all_options_the_first_half_of_unequal_chunks_is_longer():
+    """A gather that pads to the longest chunk is right where all but the last have one length."""
+    of_all = [it.case for it in questions(RING, 4, 0) if it.together and not it.case.equal_chunks]
+    assert {tuple(len(case.positions(rank)) for rank in range(4)) for case in of_all} == {(8, 8, 7, 7)}
+
+
 # What a quick examination asks ------------------------------------------------------------------------------------
 
 
