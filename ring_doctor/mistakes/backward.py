@@ -53,11 +53,6 @@ def delta_times(factor: Callable[[int], float]) -> Change:
     return but(delta=lambda steps, s, p, v, d_out, out: factor(v.shape[3]) * steps.delta(s, p, v, d_out, out))
 
 
-def delta_from(ranks: Callable[[int, int], tuple[int, int]]) -> Change:
-    """dO and O of the ranks ranks(rank, block), modulo P."""
-    return but(delta_from=lambda steps, case, rank, block: tuple(r % case.world_size for r in ranks(rank, block)))
-
-
 def scale_missing(of_q: int, of_k: int) -> Change:
     """So many times in dq and in dk."""
     return but(parts=lambda steps, q, k, v, scale: steps.parts(q / scale**of_q, k / scale**of_k, v, scale))
@@ -86,12 +81,6 @@ CHANGES = {
     "delta_of_the_block": [but(delta=own_delta)],
     "lse_and_delta_of_the_block": [but(weights=own_weights, delta=own_delta)],
     "delta_summed_per_block": [but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))],
-    "delta_of_another_rank": [
-        delta_from(lambda r, j: (j, j)),
-        delta_from(lambda r, j: (r, j)),
-        delta_from(lambda r, j: (r - 1, r - 1)),
-        delta_from(lambda r, j: (r + 1, r + 1)),
-    ],
     "delta_missing": [*map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))],
     "gradient_scale_missing": [scale_missing(1, 1), scale_missing(0, 1), scale_missing(1, 0)],
     "dq_of_the_last_round": [but(add_q=last), but(add_q=last, gives_q=lambda steps, part: not part.hidden)],

@@ -116,7 +116,6 @@ class Steps:
     weights: Callable = weights
     # (B, H, Cq, 1): the sum over D of dO ∘ O; the scores s, weights p and values v of the tile are for mistakes
     delta: Callable = lambda s, p, v, d_out, out: (d_out * out).sum(dim=-1, keepdim=True)
-    delta_from: Callable = lambda case, rank, block: (rank, rank)  # the ranks whose dO and whose O make the δ of a tile
     group_sum: Callable = group_sum
     parts: Callable = lambda d_q, d_k, d_v, scale: (d_q, d_k, d_v)  # what a tile adds to the sums of dq, dk and dv
     add_q: Callable = add
@@ -195,13 +194,10 @@ def _backward(
     queries, parts = inputs[0], []
     heads, scale = steps.kv_heads(case), steps.scale(case)
     for rank, d_out in enumerate(d_outs):
-        lse = forward[rank][1]
+        out, lse = forward[rank]
         for t, (block, hidden, s, k, v) in enumerate(tiles[rank]):
             p = steps.weights(s, lse)
-            of_d_out, of_out = steps.delta_from(case, rank, block)
-            rows = d_outs[of_d_out], forward[of_out][0]
-            _check_shapes(rows, [d_out, d_out])
-            d_s = p * (d_out @ v.mT - steps.delta(s, p, v, *rows))
+            d_s = p * (d_out @ v.mT - steps.delta(s, p, v, d_out, out))
             d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
             d_k, d_v = (steps.group_sum(case, x, heads) for x in d_kv)
             parts.append(BlockGradients(rank, t, case.world_size, block, hidden, d_q, d_k, d_v))
