@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.asking.calls import OFTEN, call, lse_of, options, ours, theirs
+from ring_doctor.asking.calls import OFTEN, call, lse_of, options, ours, own_place, theirs
 from ring_doctor.asking.case import Case, positions
 from ring_doctor.asking.job import ENOUGH, SECONDS, SPINS, hang, lines_of_ranks, rest
 from ring_doctor.asking.names import ByName, by_name, named, portable
@@ -375,6 +375,14 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
         (tmp_path / str(rank)).write_text("".join(texts).replace("mine.py", str(mine)))
     assert hang(tmp_path, silent) == hangs
     assert [0] in [ranks[:1] for ranks in lines_of_ranks(tmp_path).values()]
+
+
+def test_ranks_that_wait_in_one_line_are_told_apart_by_who_called_it(tmp_path):
+    for rank, caller in enumerate(("forward", "backward", "forward")):
+        (tmp_path / str(rank)).write_text(f'{WAITS}  File "/home/me/ring.py", line 20 in {caller}\n')
+    there = "ring.py, line 12 in attention, called by ring.py, line 20 in "
+    assert lines_of_ranks(tmp_path, own_place) == {f"{there}forward": [0, 2], f"{there}backward": [1]}
+    assert list(lines_of_ranks(tmp_path).values()) == [[0, 1, 2]]
 
 
 SLEEPS = 'Stack 0.5\n  File "/home/me/ring.py", line 8 in attention\n'
