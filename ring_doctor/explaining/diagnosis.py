@@ -153,7 +153,7 @@ def _explain(
                 whole = fitting((each for each in entries if each.name in same), some, EVERYTHING)
                 return whole or found, bool(whole) or (not same and _follow(found, some))
     found = under_a_condition(entries, usual, parts[0], most=True) if parts else []
-    return [replace(each, condition="") for each in found], _follow(found, usual)
+    return found, _follow(found, usual)
 
 
 def _follow(found: list[Explanation], answers: list[WrongAnswer]) -> bool:

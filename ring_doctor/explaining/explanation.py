@@ -78,7 +78,8 @@ def under_a_condition(
     """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
 
     Only the right answers that the mistake would make wrong count. Those with the fewest of them are returned. With
-    `most`: those that give the numbers of most wrong answers, and one feature separates these from all others.
+    `most`: those that give the numbers of most wrong answers, and one feature separates these from all others. Their
+    condition is that of the right ones.
     """
     wrong = [answer for answer in answers if any(name in answer.answer.wrong for name in names)]
     sample = wrong[:: len(wrong) // 4 + 1] if most else wrong  # of an entry that is not the mistake, none fits
@@ -87,14 +88,15 @@ def under_a_condition(
         if not (any if most else all)(fits(explanation, answer, names) for answer in sample):
             continue
         gives = {answer: fits(explanation, answer, names) for answer in answers}
-        told = [answer for answer in wrong if gives[answer]]
-        spared = [answer for answer in answers if gives[answer] is False or (answer in wrong and not gives[answer])]
-        if 2 * len(told) <= len(wrong):
+        told, rest = ([it for it in wrong if bool(gives[it]) == given] for given in (True, False))
+        spared = [it for it in answers if gives[it] is False and it not in wrong]
+        right, other, sick = ([it.answer.question for it in some] for some in (spared, rest, told))
+        size, count = 1 if most else 2, len(right + other)
+        if len(sick) <= len(other) or (count and separated(right + other, sick, size) is None):
             continue
-        right, sick = ([answer.answer.question for answer in some] for some in (spared, told))
-        condition = separated(right, sick, 1 if most else 2) if spared else ""
-        if condition is not None and len(spared) < found.get(explanation.name, (len(answers), None))[0]:
-            found[explanation.name] = len(spared), replace(explanation, condition=condition)
+        if count < found.get(explanation.name, (len(answers), None))[0]:
+            condition = (right and separated(right, sick, size)) or ""  # right answers alone: two mistakes may meet
+            found[explanation.name] = count, replace(explanation, condition=condition)
     least = min((count for count, _ in found.values()), default=0)
     return [explanation for count, explanation in found.values() if count == least]
 
