@@ -141,15 +141,15 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
 
 
 def _of_all(patient: Patient, case: Case) -> Iterator[Question]:
-    """All options at once; the same in other dtypes, with a V of its own size, and in a part of the job."""
+    """All options at once; so in other dtypes, and with a V of its own size; and all of these in a part of the job."""
     P, D = case.world_size, case.head_dim
     others: dict[str, Any] = {x: {"dtype": dtype_of(x)} for x in patient.dtypes if dtype_of(x) != case.dtype}
     others |= {VALUES: {"head_dim": 2 * D, "value_dim": D}} if patient.own_values else {}
     of_all = [Question(each, feature=feature_of(each), together=mask) for each, mask in together(patient, case)]
+    for (feature, more), every in itertools.product(others.items(), tuple(of_all)):
+        taken = feature if every.case.equal_chunks else UNEQUAL
+        of_all.append(Question(replace(every.case, **more), feature=taken, together=f"{every.together}, {feature}"))
     yield from of_all
-    for (feature, more), every in itertools.product(others.items(), of_all):
-        may_refuse = feature if every.case.equal_chunks else UNEQUAL
-        yield Question(replace(every.case, **more), feature=may_refuse, together=f"{every.together}, {feature}")
     if "group" in patient.takes and max(patient.worlds) > P > 1:
         first = 1 if P == LEAST else 2  # ranks 1, 2, 3 of 4; and 0, 2, 3, 4 of 5, whose numbers have a gap
         part = (*range(first - 1), *range(first, P + 1))

@@ -57,7 +57,8 @@ def takes(found: Examination, job: Job, seed: int, progress: Tell, reasons: set[
         found.remarks.append(f"it refuses {patient.dtypes[0]} ({reason}); it is examined in {dtype}")
         found.limits += [f"{dtype} only"] if torch.finfo(dtype_of(dtype)).bits == 16 else []
     elif asked.heads_per_rank > patient.heads_per_rank:
-        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {asked.heads_per_rank} a rank")
+        heads = f"{patient.heads} heads on {answer.case.world_size} ranks"
+        found.remarks.append(f"with {heads} it refuses ({reason}): it got {asked.heads_per_rank} a rank")
     found.patient = asked
     check_that_it_is_in_time(asked.name, answer)
     if not answer.lost:

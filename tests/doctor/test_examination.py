@@ -666,9 +666,10 @@ BESIDES = {  # the same, but for the words: fewer questions have it
 
 
 PAIRS = [*itertools.product(itertools.combinations(OPTIONS, 2), (False, True))]
+OTHERS = [*itertools.product(OPTIONS, BESIDES), ("in bfloat16", "in a part"), ("V", "in a part")]
 
 
-@pytest.mark.parametrize(("two", "quick"), [*PAIRS, *((two, True) for two in itertools.product(OPTIONS, BESIDES))])
+@pytest.mark.parametrize(("two", "quick"), [*PAIRS, *((two, True) for two in OTHERS)])
 def test_what_is_right_of_each_option_and_wrong_of_two_is_told(two, quick):
     both = which(lambda question: all((OPTIONS | BESIDES)[words](question) for words in two), WRONG)
     found = examination_by(both, [], quick, with_everything)
