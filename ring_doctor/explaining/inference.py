@@ -107,8 +107,10 @@ def _of_one_rank(examination: Examination) -> list[Finding]:
 
 def _where(told: list[WrongAnswer], fine: list[Question]) -> str:
     """The features that these answers have and no fine one has, or one of these questions."""
-    where = separated(fine, [it.answer.question for it in told]) if fine else ""
-    return f"{where[0].upper()}{where[1:]}" if where else f"As with {told[0].answer.question.words()}"
+    where = (fine and separated(fine, [it.answer.question for it in told])) or ""
+    if not where or where.count(" or ") > 1:  # a list of ways says nothing
+        where = f"as with {told[0].answer.question.words()}"
+    return f"{where[0].upper()}{where[1:]}"
 
 
 def _in_order(results: set[str]) -> str:
