@@ -55,7 +55,6 @@ class Answer:
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
     changes: bool = False  # asked again, the patient gave other numbers
     kept: bool = False  # it is wrong each time after other calls, and right in new processes
-    last_digits: bool = False  # asked again, it gave other numbers, which are right too
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
     unawaited: tuple[str, ...] = ()  # where messages begin for which nobody waits
@@ -114,7 +113,6 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
         again = judge(question, [RankResults(each.again, draws=each.draws) for each in of_ranks])
         if again.state != OK:
             return replace(again, changes=True)
-        answer.last_digits = not all(torch.equal(x, again.results[name]) for name, x in answer.results.items())
     return answer
 
 

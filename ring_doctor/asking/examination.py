@@ -22,7 +22,6 @@ from ring_doctor.asking.taken import check_that_it_is_in_time, check_what_is_giv
 
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
-LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
 DRAWS = "it takes random numbers from torch's generator, as dropout does"
 WHOLE = "each rank returns the whole gradient of what is learned, and not its part: nothing may sum it once more"
 PRODUCTS = (
@@ -54,7 +53,7 @@ def examination_of(
             raise CannotExamine(f"{patient.name} answers no question: {'; '.join(sorted(reasons))}")
         _ask_everything(found, jobs, seed, quick, progress)
     found.remarks += compared_under_autocast(found.answers)
-    for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
+    for remark, noticed in ((DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)
     if quick:

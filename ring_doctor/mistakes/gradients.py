@@ -51,12 +51,6 @@ def in_runs(steps: Steps, case: Case, results: Results) -> Results:
     return {name: case.join(results[name].split(lengths_of(case), dim=2)) for name in KV}
 
 
-def counted_twice(steps: Steps, case: Case, results: Results) -> Results:
-    ranks, heads = rank_of_heads(case), steps.kv_heads(case)
-    copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
-    return {name: results[name] * copies[:, None, None] for name in KV}
-
-
 def times_p(power: float, *names: str) -> Change:
     return changed(lambda x: x * len(x) ** power, *names)
 
@@ -66,6 +60,15 @@ def times_p(power: float, *names: str) -> Change:
 
 def parts(wrong: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Change:
     return but(parts=lambda steps, *given: wrong(*given))
+
+
+def in_the_other_half(
+    steps: Steps, d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = steps.parts(d_q, d_k, d_v, scale)
+    half = d_k.shape[2] // 2
+    unseen = not d_v[:, :, half:].any()  # no query sees the later half
+    return (d_q, d_k.roll(half, dims=2), d_v.roll(half, dims=2)) if unseen else (d_q, d_k, d_v)
 
 
 def of_turn(turn: int) -> Change:
@@ -114,10 +117,10 @@ CHANGES = {
     "gradients_travel_other_way": [but(home=lambda steps, part: (2 * part.rank - part.block) % part.world_size)],
     "own_queries_only": [but(home=lambda steps, part: part.block if part.block == part.rank else None)],
     "gradients_stay_where_they_are_computed": [but(home=lambda steps, part: part.rank)],
+    "gradients_in_the_other_half": [but(parts=in_the_other_half)],
     "group_sum_missing": [of_group(lambda x: x[:, -1]), of_group(lambda x: x[:, 0])],
     "group_mean": [of_group(lambda x: x.mean(dim=1))],
     "replicated_head_gradient_not_summed": [of_one_copy(torch.Tensor.min), of_one_copy(torch.Tensor.max)],
-    "replicated_head_gradient_counted_twice": [in_the_end(counted_twice)],
     "host_sum_not_added": [of_turn(0), of_turn(-1)],
     "gradients_times_p": [times_p(1, *ALL)],
     "dk_dv_times_p": [times_p(1, *KV)],
