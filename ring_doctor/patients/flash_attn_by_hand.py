@@ -7,7 +7,8 @@ backward pass fills the buffers dq, dk and dv. Sums are in float64, results in q
 A mask is aligned at the lower right corner, as flash_attn does since its version 2.1. Other options than the scale and
 the causal mask are not looked at.
 
-Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq).
+Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq). In products n counts the
+H/G heads of a group.
 
 Before: nothing. After: libraries.py.
 Source: flash_attn/flash_attn_interface.py, version 2.8.3, for the signatures.
@@ -24,33 +25,34 @@ from unittest import mock
 import torch
 
 
+def _grouped(x, k):
+    """(B, Sq, H, D) as (B, Sq, G, H/G, D) in float64."""
+    return x.double().unflatten(2, (k.shape[2], -1))
+
+
 def _scores(q, k, scale, causal):
-    """Scaled and masked, (B, H, Sq, Sk) in float64."""
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
-    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + scores.shape[3] - scores.shape[2])
+    """Scaled and masked, (B, G, H/G, Sq, Sk) in float64."""
+    scores = scale * torch.einsum("bqgnd,bkgd->bgnqk", _grouped(q, k), k.double())
+    hidden = torch.ones(scores.shape[3:], dtype=torch.bool).triu(1 + scores.shape[4] - scores.shape[3])
     return scores.masked_fill(hidden, -math.inf) if causal else scores
 
 
 def flash_attn_forward(q, k, v, *, softmax_scale, causal, **others):
     scores = _scores(q, k, softmax_scale, causal)
     lse = scores.logsumexp(dim=-1)
-    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-    out = torch.einsum("bhqk,bkhd->bqhd", torch.exp(scores - lse.unsqueeze(-1)), v.double())
-    return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32)), None, None
+    out = torch.einsum("bgnqk,bkgd->bqgnd", torch.exp(scores - lse.unsqueeze(-1)), v.double()).flatten(2, 3)
+    return out.to(q.dtype), lse.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32)), None, None
 
 
 def flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale, causal, **others):
-    group = q.shape[2] // k.shape[2]
-    v_all = v.repeat_interleave(group, dim=2).double()
-    p = torch.exp(_scores(q, k, softmax_scale, causal) - softmax_lse.double().unsqueeze(-1))
-    d_p = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v_all)
-    delta = (dout.double() * out.double()).sum(dim=-1).transpose(1, 2).unsqueeze(-1)
-    d_s = softmax_scale * p * (d_p - delta)
-    k_all = k.repeat_interleave(group, dim=2).double()
-    dq.copy_(torch.einsum("bhqk,bkhd->bqhd", d_s, k_all))
-    dk.copy_(torch.einsum("bhqk,bqhd->bkhd", d_s, q.double()).unflatten(2, (-1, group)).sum(dim=3))
-    dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout.double()).unflatten(2, (-1, group)).sum(dim=3))
+    lse = softmax_lse.double().unflatten(1, (k.shape[2], -1)).unsqueeze(-1)
+    p = torch.exp(_scores(q, k, softmax_scale, causal) - lse)
+    d_out = _grouped(dout, k)
+    delta = torch.einsum("bqgnd,bqgnd->bgnq", d_out, _grouped(out, k)).unsqueeze(-1)
+    d_s = softmax_scale * p * (torch.einsum("bqgnd,bkgd->bgnqk", d_out, v.double()) - delta)
+    dq.copy_(torch.einsum("bgnqk,bkgd->bqgnd", d_s, k.double()).flatten(2, 3))
+    dk.copy_(torch.einsum("bgnqk,bqgnd->bkgd", d_s, _grouped(q, k)))
+    dv.copy_(torch.einsum("bgnqk,bqgnd->bkgd", p, d_out))
 
 
 @cache
