@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer, Examination
-from ring_doctor.asking.questions import UNEQUAL
+from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.explaining.conditions import OUT_FIRST, separated
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis
 from ring_doctor.explaining.facts import Finding
@@ -28,7 +28,6 @@ from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
 
 WIDTH = 110  # of what the numbers show
-FEATURES = 5  # that were refused, in the verdict
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked again, or first in new processes, it gave different numbers, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
@@ -75,10 +74,8 @@ class Report:
             asked = f"{len(answers)} question{'s' if answers[1:] else ''} with {', '.join(map(str, worlds))} ranks"
             counts = f"{asked}, {lengths[0]} to {lengths[-1]} tokens on each{yours}, {rightly} answered right"
             if refused:
-                listed = refused.most_common(FEATURES)
-                if others := refused.total() - sum(n for _, n in listed):
-                    listed.append(("others", others))
-                counts += f", {refused.total()} refused ({', '.join(f'{n} x {words}' for words, n in listed)})"
+                listed = ", ".join(f"{n} x {words}" for words, n in refused.most_common())
+                counts += f", {refused.total()} refused ({listed})"
             if beyond := len(answers) - len(right) - refused.total():
                 counts += f", {beyond} beyond what it takes"
             said = [f"{level}: {name}: {counts}", *self.limits]
@@ -103,8 +100,6 @@ class Report:
             if special and self.examination.wrong and (names or self.inference):
                 return f"SICK: {shown}; it {fails}"
             return f"SICK: {name} {fails}" + (f"; its numbers: {names}" if names else "")
-        if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
-            return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: mend it, or let it refuse them"
         return f"{SAID[self.level]}: {shown}"
 
     @property
@@ -175,6 +170,10 @@ class Report:
             said.append(f"it does not explain {diagnosis.rest} ({diagnosis.count} of the wrong answers): {cause}")
         elif diagnosis and not diagnosis.follow and any("dq" in answer.wrong for answer in diagnosis.answers):
             said.append(OUT_FIRST)
+        shown = Question(self.xray.case).options() if isinstance(self.xray, XRay) and not self.xray.right else set()
+        other = [it.question.words() for it in faults if it.state == WRONG and not shown <= it.question.options()]
+        if other and diagnosis and not (diagnosis.told or diagnosis.when):
+            said.append(f"what the X-ray has is missing in {len(other)} of the wrong answers, as with {other[0]}")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
             said.append(f"the X-ray is right: in new processes it asked {self.xray.case.words()}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]

@@ -118,9 +118,10 @@ def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     P = plain[0].world_size
     for case in plain:
         yield Question(replace(case, batch=case.batch + 1))
-        for kv_heads in dict.fromkeys((case.heads, 2, 1)) if patient.grouped else ():
+        for kv_heads, more in dict.fromkeys(((case.heads, 0), (2, 0), (1, 0), (1, 1))) if patient.grouped else ():
             feature = GROUPED if kv_heads > 1 else "one K/V head for all query heads"
-            yield Question(replace(case, heads=2 * case.heads, kv_heads=kv_heads), feature=feature)
+            shared = replace(case, heads=2 * case.heads, kv_heads=kv_heads, batch=case.batch + more)
+            yield Question(shared, feature=feature)
         if "sinks" in patient.takes:
             yield Question(replace(case, sinks=True))
         for name in patient.dtypes if P == 4 else ():
@@ -216,8 +217,9 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield "interleaved", {}, ""
         yield plain, {"inputs": "silent rank"}, ""
         yield "two backward passes", {}, "a second backward pass over the same graph"
+        narrowest = {"dtype": dtype_of(patient.dtypes[-1])} if max(FULL) == P else {}
         for frozen in FROZEN:
-            yield frozen, {}, frozen
+            yield frozen, narrowest, frozen
         yield "gradient of lse", {}, LSE
 
 

@@ -28,7 +28,7 @@ from ring_doctor.explaining.grids import XRay
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 IN_A_PART = Finding(
-    "It is wrong only where its group is a part of the job, as ranks 1 to 3 of 4",
+    "It is wrong only where its group is a part of the job",
     "get_rank(), get_world_size() and every message, at group=, group_src= and group_dst=, and at dist.get_global_rank",
     "a rank of the group is used as a rank of the job, or a group is left out",
 )

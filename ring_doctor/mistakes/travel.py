@@ -101,6 +101,7 @@ CHANGES = {
         but(keys_and_values=lambda steps, t, k, v: (v, k) if t % 2 else (k, v)),
         but(keys_and_values=lambda steps, t, k, v: (v, k) if t else (k, v)),
         but(keys_and_values=lambda steps, t, k, v: (v, k)),  # by the caller
+        but(keys_and_values=lambda steps, t, k, v: (v, v) if t else (k, v)),  # in one buffer
     ],
     "never_called": [but(rounds=lambda steps, case, rank: 1)],
     "nothing_moves": [in_hand(lambda r, t, P: r)],

@@ -177,6 +177,9 @@ XRAYED = {
     f"text with {of} X-ray": replace(headline(1, [answer(PLAIN, WRONG)]), xray=on_paper(Case(3, 12), steps))
     for of, steps in (("a right", RIGHT), ("a wrong", CATALOGUE["own_block_twice"].variants[0](RIGHT)))
 }
+OF_TWO = [answer(of_p3(causal=True, window=3), WRONG), answer(of_p3(batch=2), WRONG)]  # the X-ray has a window
+SHORTER = on_paper(Case(3, 12, True, window=3), CATALOGUE["window_one_less"].variants[0](RIGHT))
+XRAYED["text of two"] = Report(Examination(PATIENT, OF_TWO), Diagnosis((), tuple(OF_TWO), ""), SHORTER)
 NAMELESS = replace(XRAYED["text with a right X-ray"], diagnosis=None)
 TWICE = (Explanation((CATALOGUE["own_block_twice"],), id),) * 2
 XRAYED |= {"text of a right X-ray alone": NAMELESS}
