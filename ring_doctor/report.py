@@ -118,7 +118,8 @@ class Report:
         usual, sick = {answer.says for answer in faults}, {answer.case for answer in faults}  # without the feature too
         for feature, answer in self.examination.beyond.items():
             if answer.state == FAILED and answer.says not in usual:
-                fails.setdefault(answer.says.splitlines()[0], []).append(feature)
+                what = "many options at once" if answer.question.together else feature
+                fails.setdefault(answer.says.splitlines()[0], []).append(what)
             elif answer.state != FAILED and answer.case not in sick:
                 said.append(f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
         return said + [f"it fails with {', '.join(features)} ({why})" for why, features in fails.items()]

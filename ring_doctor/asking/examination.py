@@ -98,7 +98,8 @@ def _ask_everything(
                 if found.lost > 1 or any(it.silent for it in plain):  # in other questions it would hang too
                     found.remarks.append("after hangs or crashes nothing more was asked")
                     return
-                if question.feature in found.beyond or _tells_nothing(found, question, sick):
+                lacks = found.beyond.get(question.feature)
+                if (lacks and not lacks.question.together) or _tells_nothing(found, question, sick):
                     continue
                 part = question.members is not None
                 job = jobs[world_size + part, part]
@@ -123,7 +124,7 @@ def _ask_everything(
                     break
                 refused.append(answer)
             else:
-                found.answers += [it for it in refused if it.state == REFUSED][:1]
+                found.answers += sorted(refused, key=lambda it: it.state != REFUSED)[:1]
         for job in (jobs[world_size, False], jobs[world_size + 1, True]) if world_size > 1 else ():
             job.close()  # no larger number of ranks needs its processes
 
