@@ -122,7 +122,7 @@ class Report:
                 fails.setdefault(answer.says.splitlines()[0], []).append(what)
             elif answer.state != FAILED and answer.case not in sick:
                 said.append(f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
-        return said + [f"it fails with {', '.join(features)} ({why})" for why, features in fails.items()]
+        return said + [f"it fails with {', '.join(dict.fromkeys(features))} ({why})" for why, features in fails.items()]
 
     @property
     def mistakes(self) -> list[Mistake]:

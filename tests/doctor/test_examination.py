@@ -598,7 +598,10 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "raises under a causal mask": (raises_under_a_mask, {}),
     "takes a causal mask only": (refuses_in_words(causal_only), {}),
     "takes bfloat16 under a causal mask only": (refuses_in_words(narrow, causal_only), {}),
-    "raises in 16 bits in a part": (which(lambda it: it.members and it.case.dtype.itemsize == 2, FAILED, raised=True), {}),
+    "raises in 16 bits in a part": (
+        which(lambda it: it.members and it.case.dtype.itemsize == 2, FAILED, raised=True),
+        {},
+    ),
     "raises on one rank": (which(lambda each: each.case.world_size == 1, FAILED, raised=True), {}),
     "raises with grouped queries, and is made for its first length": (made_for_a_length_and_heads, {}),
     "is made for its first length, and refuses grouped queries": (made_for_a_length, {}),
