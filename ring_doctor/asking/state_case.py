@@ -117,7 +117,6 @@ def weight(case: Case) -> Tensor:
 # On paper -------------------------------------------------------------------------------------------------------------
 
 After = Callable[..., Tensor]  # ranks: the state after their tokens, one rank after the other, from an empty one
-Begins = Callable[[int, int, After], Tensor]  # what a rank of P begins with
 
 
 def right_token(h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
@@ -140,8 +139,8 @@ class StateSteps:
     """The steps of a ring of states. Ranks and starts are those of the whole sequence, `at` the tokens of a rank."""
 
     token: Callable[..., Tensor] = right_token
-    begins: Begins = all_before
-    lent: Begins = all_before  # the same in a convolution
+    begins: Callable[[int, int, After], Tensor] = all_before  # what a rank of P begins with
+    lent: Callable[[int, int, After], Tensor] = all_before  # the same in a convolution
     reads: Callable[[Tensor], Tensor] = lambda decay: decay  # of the handed state, as the rank's tokens read it
     passes: Callable[[Tensor], Tensor] = lambda decay: decay  # and as it passes through the rank
     starts: Callable[[Tensor, Tensor], Tensor] = lambda starts, at: starts[at]  # whether a token begins a document

@@ -47,7 +47,6 @@ OF_LARGE_SCORES = Finding(
 OF_MANY_TOKENS = Finding(
     "In 16 bits only sequences of more than 256 tokens are wrong",
     "positions, numbers of tokens and masks: above 256 bfloat16 has even numbers only. Then look at sums over tokens",
-    "wrong with more than 256 tokens only",
 )
 DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
     "out": "of the running output, of l and of what is merged",

@@ -252,6 +252,9 @@ TOLD_OF = {  # the answers, or these and an X-ray
     "dk times 2 on one rank too, and out of later questions": lambda: (
         planted(times(lambda P: 2, "dk"), [Case(1, 18), Case(3, 18)]) + planted(noise("out"), [Case(3, 24)])
     ),
+    "out of a batch, and dq of 2, 3 and 4 ranks": lambda: (
+        planted(noise("out"), cases(batch=2)) + planted(noise("dq")) + planted(lambda *_: {}, [Case(1, 6), Case(5, 30)])
+    ),
     "all of a batch, and gradients": lambda: planted(noise(*EVERYTHING), cases(batch=2)) + planted(noise(*GRADIENTS)),
     "dk of the next rank, and unequal chunks": lambda: planted(LATER_RANK) + planted(noise("dk"), [Case(3, 19)]),
     "dq times 2, and answers that change": lambda: (
