@@ -221,8 +221,7 @@ def _factors(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     yield Fact("-1", "a sign", -exact)
     if case.scale is not None:
         yield Fact("1/(√D scale)", DEFAULT, case.head_dim**-0.5 / case.scale * exact)
-    known += [("H/G", n, GROUP), ("B", case.batch, BATCH), ("2", 2, TWICE)]
-    for words, c, look in known:
+    for words, c, look in [*known, ("H/G", n, GROUP), ("B", case.batch, BATCH), ("2", 2, TWICE)]:
         for said, factor in ((words, c), ("G/H" if words == "H/G" else f"1/{words}", 1 / c)):
             if factor != 1:
                 yield Fact(said, look, factor * exact)
