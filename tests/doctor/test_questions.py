@@ -180,6 +180,13 @@ def of_torch(case, dtype=torch.float32, *, autocast=False):
     return {name: x.detach() for name, x in zip(NAMES, (out, scores.logsumexp(dim=-1), *found), strict=True)}
 
 
+@pytest.mark.parametrize("value_dim", [3, 7])
+def test_with_sinks_v_may_be_narrower_or_wider_than_k(value_dim):
+    question = Question(Case(3, 18, True, sinks=True, value_dim=value_dim))
+    right = right_results(question)
+    assert all(right[name].accepts(x) for name, x in of_torch(question.case, torch.float64).items())
+
+
 def in_float32(case):
     """The results of a ring that computes in float32, and rounds its inputs too."""
     return {name: x.double() for name, x in of_torch(case).items()}
